@@ -274,6 +274,11 @@ class RanksConfig(Section):
     def world_size(self) -> int:
         return self.num_nodes * self.devices
 
+    @property
+    def implies_gpus(self) -> bool:
+        """Whether a plan of this run is one of GPUs, wherever it is made."""
+        return self.precision == "bf16"
+
 
 class ProfileConfig(Section):
     steps: list[int] = key(

@@ -8,17 +8,8 @@ from reinforce_rl.config.base import Count, Fields, Positive, Section, Text, key
 class EnvironmentConfig(Section):
     """An environment that answers the policy, and its processes."""
 
-    name: Text | None = key(
-        None, "dotted name of a function or class that answers the policy; null: one turn"
-    )
+    name: Text | None = key(None, "dotted name of a function or class that answers the policy")
     kwargs: Fields = key({}, "its keyword arguments, as +environment.kwargs.NAME=VALUE")
-    max_turns: Count = key(8, "answers of an episode")
-    max_episode_tokens: Count | None = key(
-        None,
-        "bound on an episode with its prompt; null: model.encoder_seq_length",
-        "tokens",
-        details=". An episode that is cut is a truncated sample",
-    )
     num_workers: Count = key(
         2,
         "replies that are computed at a time",

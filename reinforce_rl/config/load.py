@@ -72,7 +72,7 @@ def read_config(
     if isinstance(config, TrainConfig | TrainRewardModelConfig):
         # The deep preflight is of a run on GPUs, wherever it is made.
         is_deep = getattr(config, "preflight", None) == DEEP
-        is_for_gpus = is_deep or (is_plan and config.trainer.precision == "bf16")
+        is_for_gpus = is_deep or (is_plan and config.trainer.implies_gpus)
         resolve_defaults(config, (lambda: True) if is_for_gpus else has_gpu)
     return config, faults
 

@@ -20,6 +20,7 @@ from reinforce_rl.data.conversation import Conversation
 from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.errors import DataError
 
+_THOUGHT = "<think>"
 _END_OF_THOUGHT = "</think>"
 _MARKER = f"answer {secrets.token_hex(8)}"  # in no text of a data set or an environment
 
@@ -35,56 +36,50 @@ class NextTurn:
     continues: bool
 
 
-class TurnRenderer:
-    """Renders what stands between answers, with a run's chat template."""
+def next_turn(
+    renderer: ChatRenderer,
+    conversation: Conversation,
+    answer: str,
+    replies: Sequence[Mapping[str, Any]],
+    *,
+    stop_id: int,
+) -> NextTurn:
+    """Return the turn that follows an answer and the messages that reply to it.
 
-    def __init__(self, renderer: ChatRenderer):
-        self._renderer = renderer
+    Args:
+        conversation: the messages before the answer.
+        answer: its text, without the token that ended it.
+        replies: at least one message of a role other than assistant.
+        stop_id: the token that ended the answer; it is in the answer's tokens already.
 
-    def next_turn(
-        self,
-        conversation: Conversation,
-        answer: str,
-        replies: Sequence[Mapping[str, Any]],
-        *,
-        stop_id: int,
-    ) -> NextTurn:
-        """Return the turn that follows an answer and the messages that reply to it.
+    Raises:
+        DataError: the template refuses the messages or leaves out answers.
+    """
+    following = _with_messages(conversation, _answer(answer), *replies)
+    marked = _with_messages(conversation, _answer(_MARKER), *replies)
+    text = renderer.prompt_text(marked)
+    if text.count(_MARKER) != 1:
+        raise DataError(
+            f"the chat template writes an answer {text.count(_MARKER)} times before "
+            f"{replies[-1]['role']} messages; expected once. Use a model whose template keeps "
+            "the assistant's turns",
+            key="chat_template.answer.left_out",
+        )
+    before, _, between = text.partition(_MARKER)
+    tokens = renderer.encode(between)
+    # Most templates end a turn with the token that ends an answer. Tokenised together, the text
+    # behind it gets no space that a SentencePiece tokenizer puts before a text.
+    if tokens[:1] == [stop_id]:
+        tokens = tokens[1:]
+    has_same_history = _is_opened(renderer.prompt_text(conversation), before)
+    thought = _thought_of(answer)
+    keeps_thought = not thought or thought in renderer.prompt_text(following)
+    return NextTurn(following, tokens, has_same_history and keeps_thought)
 
-        Args:
-            conversation: the messages before the answer.
-            answer: its text, without the token that ended it.
-            replies: at least one message of a role other than assistant.
-            stop_id: the token that ended the answer; it is in the answer's tokens already.
 
-        Raises:
-            DataError: the template refuses the messages or leaves out answers.
-        """
-        following = _with_messages(conversation, _answer(answer), *replies)
-        marked = _with_messages(conversation, _answer(_MARKER), *replies)
-        text = self._renderer.prompt_text(marked)
-        if text.count(_MARKER) != 1:
-            raise DataError(
-                f"the chat template writes an answer {text.count(_MARKER)} times before "
-                f"{replies[-1]['role']} messages; expected once. Use a model whose template keeps "
-                "the assistant's turns",
-                key="chat_template.answer.left_out",
-            )
-        before, _, between = text.partition(_MARKER)
-        has_same_history = _is_opened(self._renderer.prompt_text(conversation), before)
-        continues = has_same_history and self._keeps_thought(following, answer)
-        return NextTurn(following, self._tokens(between, stop_id), continues)
-
-    def _tokens(self, between: str, stop_id: int) -> list[int]:
-        tokens = self._renderer.encode(between)
-        # Most templates end a turn with the token that ends an answer. Tokenised together, the
-        # text behind it gets no space that a SentencePiece tokenizer puts before a text.
-        return tokens[1:] if tokens[:1] == [stop_id] else tokens
-
-    def _keeps_thought(self, following: Conversation, answer: str) -> bool:
-        thought, is_there, _ = answer.rpartition(_END_OF_THOUGHT)
-        thought = thought.rpartition("<think>")[2].strip()
-        return not (is_there and thought) or thought in self._renderer.prompt_text(following)
+def _thought_of(answer: str) -> str:
+    thought, _, _ = answer.rpartition(_END_OF_THOUGHT)
+    return thought.rpartition(_THOUGHT)[2].strip()
 
 
 def _is_opened(prompt: str, before: str) -> bool:
@@ -95,8 +90,8 @@ def _is_opened(prompt: str, before: str) -> bool:
     opening = prompt.removeprefix(before)
     return prompt.startswith(before) and opening.split() in (
         [],
-        ["<think>"],
-        ["<think>", _END_OF_THOUGHT],
+        [_THOUGHT],
+        [_THOUGHT, _END_OF_THOUGHT],
     )
 
 

@@ -93,7 +93,7 @@ def wide_console() -> Console:
 
 def planned_for_gpu(cfg: TrainConfig) -> bool:
     """Return whether the run uses GPUs: this machine has one, or the precision is bf16."""
-    return torch.cuda.is_available() or cfg.trainer.precision == "bf16"
+    return torch.cuda.is_available() or cfg.trainer.implies_gpus
 
 
 def _warnings(

@@ -28,13 +28,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from select import POLLIN, POLLRDHUP, poll
+from select import POLLIN
 from typing import Any
 
 from reinforce_rl.errors import Fault
 from reinforce_rl.rewards.environment import normalized
-from reinforce_rl.rewards.function_host import (
-    MAX_WAIT_SECONDS,
+from reinforce_rl.rewards.user_forks import (
     MEBIBYTE,
     MESSAGE_LETTERS,
     definition_of,
@@ -45,6 +44,7 @@ from reinforce_rl.rewards.function_host import (
     share_no_flags,
     source_sha256,
     use_of,
+    wait_for_events,
 )
 from reinforce_rl.utils.process import (
     connect_to_parent,
@@ -136,25 +136,21 @@ class _Host:
         """Play episodes until the owner's end of the connection is closed."""
         owner = self._connection.fileno()
         while True:
-            poller = poll()
-            poller.register(owner, POLLIN | POLLRDHUP)
             waited_for = [e for e in self._episodes.values() if e.deadline < math.inf]
             of_fd = {episode.replies_fd: episode for episode in waited_for}
-            for fd in of_fd:
-                poller.register(fd, POLLIN)
             first = min((episode.deadline for episode in waited_for), default=math.inf)
-            seconds = min(MAX_WAIT_SECONDS, max(0.0, first - time.monotonic()))
-            ready = dict(poller.poll(math.ceil(1000 * seconds)))
+            ready = wait_for_events(owner, of_fd, first)
             event = ready.pop(owner, 0)
             if event & ~POLLIN:
                 break
+            # Before the owner's message, which may end an episode and close its descriptors.
+            for fd in ready:
+                self._read(of_fd[fd])
             if event:
                 message = receive(self._connection)
                 if message is None:
                     break
                 self._take(message)
-            for fd in ready:
-                self._read(of_fd[fd])
             now = time.monotonic()
             for episode in [e for e in self._episodes.values() if e.deadline <= now]:
                 self._fail(episode, "exceeded the time limit", use_of(episode.pid))

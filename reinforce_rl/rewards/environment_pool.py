@@ -14,7 +14,7 @@ from typing import Any
 
 from reinforce_rl.config.environment import EnvironmentConfig
 from reinforce_rl.errors import ConfigError, EnvironmentProcessError, Fault
-from reinforce_rl.rewards.function_pool import START_SECONDS, STOP_SECONDS, UserCode
+from reinforce_rl.rewards.user_code import START_SECONDS, STOP_SECONDS, UserCode
 from reinforce_rl.utils.process import Message
 
 _SLACK_SECONDS = 30.0  # for a busy machine, beyond the time limit of a reply
@@ -61,7 +61,7 @@ class EnvironmentPool:
         host = UserCode(
             "reinforce_rl.rewards.environment_host",
             allowed=config.variables,
-            in_sandbox=config.sandbox,
+            sandbox="environment.sandbox" if config.sandbox else None,
         )
         answer = host.load(config.model_dump(include={"name", "kwargs", "episode_memory_mb"}))
         if answer is None:

@@ -17,31 +17,39 @@ import contextlib
 import difflib
 import fcntl
 import gc
-import hashlib
 import importlib
 import inspect
 import json
 import math
 import os
 import pkgutil
-import resource
 import secrets
-import signal
 import stat
 import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
-from select import POLLIN, POLLRDHUP, poll
+from select import POLLIN
 from typing import Any
 
 from reinforce_rl.errors import Fault
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec
+from reinforce_rl.rewards.user_forks import (
+    MEBIBYTE,
+    MESSAGE_LETTERS,
+    definition_of,
+    end_process,
+    limit_memory,
+    place_of,
+    reap_others,
+    share_no_flags,
+    source_sha256,
+    use_of,
+    wait_for_events,
+)
 from reinforce_rl.utils.process import (
     connect_to_parent,
     die_with_parent,
@@ -51,10 +59,6 @@ from reinforce_rl.utils.process import (
 
 PROVIDED = "reinforce_rl.rewards.functions"
 ANSWER_BYTES = 1 << 16  # maximum
-MESSAGE_LETTERS = 500  # an answer must fit into a pipe that nobody reads yet
-MEBIBYTE = 1 << 20
-FILE_MEBIBYTES = 64  # limit of each file that a function writes
-MAX_WAIT_SECONDS = 3600.0  # poll(2) takes no more than 24 days
 STATUSES = (base.STATUS_OK, base.STATUS_NOT_FINITE, base.STATUS_INTERNAL)
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -232,17 +236,11 @@ class _Host:
         """Score samples until the owner's end of the connection is closed."""
         owner = self._connection.fileno()
         while True:
-            poller = poll()
+            first = min((sample.deadline for sample in self._running.values()), default=math.inf)
             # A sample is read when there is room for it, so a large batch waits in the owner's
             # memory.
-            poller.register(
-                owner, POLLRDHUP | (POLLIN if len(self._running) < self._num_workers else 0)
-            )
-            for fd in self._running:
-                poller.register(fd, POLLIN)
-            first = min((sample.deadline for sample in self._running.values()), default=math.inf)
-            seconds = min(MAX_WAIT_SECONDS, max(0.0, first - time.monotonic()))
-            ready = dict(poller.poll(math.ceil(1000 * seconds)))
+            has_room = len(self._running) < self._num_workers
+            ready = wait_for_events(owner, self._running, first, reads_owner=has_room)
             event = ready.pop(owner, 0)
             if event & ~POLLIN:
                 break
@@ -301,39 +299,6 @@ class _Host:
         send(self._connection, {"id": number, **asdict(outcome)})
 
 
-def reap_others(pids: Set[int]) -> None:
-    """Reap what ended processes left behind; in a sandbox this is process 1, which inherits it.
-
-    `pids` are the processes that still run.
-    """
-    with contextlib.suppress(ChildProcessError):
-        while (
-            ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        ) and ended.si_pid not in pids:
-            os.waitpid(ended.si_pid, 0)
-
-
-def end_process(pid: int) -> int:
-    """Kill a process, which may have ended already, and its group; return its exit code."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def use_of(pid: int) -> str:
-    """Return what a process has used, which tells a slow function from one that waits, or a busy
-    machine.
-    """
-    with contextlib.suppress(OSError):
-        line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-        fields = line.rpartition(")")[2].split()  # man 5 proc, from the third
-        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        # rounded: alike ones are counted
-        return f"it used {seconds:.0f} s of CPU and was in state {fields[0]}"
-    return ""
-
-
 def _outcome_of(sample: _Sample, code: int) -> Outcome:
     line = bytes(sample.answer).partition(b"\n")[0]
     secret, _, answer = line.partition(b" ")
@@ -370,14 +335,6 @@ def _work(functions: Functions, request: bytes, answer_fd: int, parent: int, sec
     os._exit(0)
 
 
-def share_no_flags() -> None:
-    """Reopen the output, so that other processes do not share flags such as O_NONBLOCK."""
-    with contextlib.suppress(OSError):
-        output = os.open("/proc/self/fd/1", os.O_WRONLY)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-
-
 def _score(functions: Functions, request: bytes) -> Outcome:
     sample = json.loads(request)
     if "function" not in sample:
@@ -402,18 +359,6 @@ def _score(functions: Functions, request: bytes) -> Outcome:
     if not math.isfinite(number):
         return Outcome(base.STATUS_NOT_FINITE, fault=f"returned {number}{defined}")
     return Outcome(base.STATUS_OK, number)
-
-
-def place_of(error: BaseException) -> str:
-    """Return the last line of the function's own file in the error's traceback, if any."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    frames_there = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f" at {frames_there[-1].filename}:{frames_there[-1].lineno}" if frames_there else ""
-
-
-def definition_of(function: Callable[..., Any]) -> str:
-    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
-    return f" (defined at {code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 def main() -> None:
@@ -452,14 +397,6 @@ def main() -> None:
     os._exit(0)
 
 
-def source_sha256(function: Callable[..., Any]) -> str | None:
-    """Return the SHA-256 of the file that defines a function; None if there is none."""
-    with contextlib.suppress(TypeError):
-        file = inspect.getsourcefile(function)
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
-    return None
-
-
 def _open_files() -> set[str]:
     """Return the regular files that this process has open for reading."""
     targets = set()
@@ -469,24 +406,6 @@ def _open_files() -> set[str]:
             if is_read and stat.S_ISREG(os.fstat(int(fd)).st_mode):
                 targets.add(os.readlink(f"/proc/self/fd/{fd}"))
     return targets
-
-
-def limit_memory(memory: int) -> None:
-    """Set the resource limits that samples' processes inherit; this process needs little itself."""
-    used = (
-        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-        * resource.getpagesize()
-    )
-    files = FILE_MEBIBYTES * MEBIBYTE
-    limits = {
-        resource.RLIMIT_AS: used + memory,
-        resource.RLIMIT_FSIZE: files,
-        resource.RLIMIT_CORE: 0,
-    }
-    for kind, limit in limits.items():
-        hard = resource.getrlimit(kind)[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, limit))
 
 
 if __name__ == "__main__":

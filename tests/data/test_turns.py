@@ -10,7 +10,7 @@ from helpers.errors import raises_error
 
 from reinforce_rl.data.conversation import Conversation
 from reinforce_rl.data.rendering import ChatRenderer, TemplateOptions
-from reinforce_rl.data.turns import TurnRenderer
+from reinforce_rl.data.turns import next_turn
 
 QUESTION = {"role": "user", "content": "what is 2+2"}
 ANSWERS = ("let me see: 2+2", "it is 4", "yes")
@@ -31,13 +31,12 @@ def stop_of(renderer: ChatRenderer, name: str) -> int:
 @pytest.mark.parametrize("name", ["llama3", "qwen2.5"])
 def test_an_episode_is_the_rendered_conversation(name, tmp_path):
     renderer = renderer_of(tmp_path, TEMPLATES[name])
-    turns = TurnRenderer(renderer)
     conversation = Conversation((QUESTION,))
     tokens = renderer.prompt(conversation)
     stop_id = stop_of(renderer, name)
     for answer, reply in zip(ANSWERS, REPLIES, strict=False):
         tokens += [*renderer.encode(answer), stop_id]
-        turn = turns.next_turn(conversation, answer, [reply], stop_id=stop_id)
+        turn = next_turn(renderer, conversation, answer, [reply], stop_id=stop_id)
         assert turn.continues
         tokens += turn.tokens
         conversation = turn.conversation
@@ -52,10 +51,9 @@ def test_the_answers_own_text_plays_no_part(tmp_path):
     """A template strips contents; the policy's white space stays as it was drawn."""
     renderer = renderer_of(tmp_path, LLAMA3)
     stop_id = stop_of(renderer, "llama3")
-    turns = TurnRenderer(renderer)
     conversation = Conversation((QUESTION,))
     plain, spaced = (
-        turns.next_turn(conversation, text, REPLIES[:1], stop_id=stop_id)
+        next_turn(renderer, conversation, text, REPLIES[:1], stop_id=stop_id)
         for text in ("it is 4", "  it is 4 \n")
     )
     assert plain.tokens == spaced.tokens
@@ -64,9 +62,8 @@ def test_the_answers_own_text_plays_no_part(tmp_path):
 
 def test_an_end_that_the_template_does_not_write_is_followed_by_its_own(tmp_path):
     renderer = renderer_of(tmp_path, QWEN25)
-    turns = TurnRenderer(renderer)
     other_stop = renderer.encode("<|eot_id|>")[0]
-    turn = turns.next_turn(Conversation((QUESTION,)), "4", REPLIES[:1], stop_id=other_stop)
+    turn = next_turn(renderer, Conversation((QUESTION,)), "4", REPLIES[:1], stop_id=other_stop)
     assert turn.tokens[0] == stop_of(renderer, "qwen2.5")
 
 
@@ -76,8 +73,8 @@ class TestThoughts:
     def test_a_template_that_drops_them_begins_a_new_row(self, tmp_path):
         renderer = renderer_of(tmp_path, QWEN3)
         stop_id = stop_of(renderer, "qwen3")
-        turn = TurnRenderer(renderer).next_turn(
-            Conversation((QUESTION,)), self.THOUGHT, REPLIES[1:], stop_id=stop_id
+        turn = next_turn(
+            renderer, Conversation((QUESTION,)), self.THOUGHT, REPLIES[1:], stop_id=stop_id
         )
         assert not turn.continues
         assert "hm" not in renderer.prompt_text(turn.conversation)
@@ -85,17 +82,14 @@ class TestThoughts:
     def test_answers_without_them_continue(self, tmp_path):
         renderer = renderer_of(tmp_path, QWEN3, enable_thinking=False)
         stop_id = stop_of(renderer, "qwen3")
-        turn = TurnRenderer(renderer).next_turn(
-            Conversation((QUESTION,)), "4", REPLIES[1:], stop_id=stop_id
-        )
+        turn = next_turn(renderer, Conversation((QUESTION,)), "4", REPLIES[1:], stop_id=stop_id)
         assert turn.continues
 
     def test_a_template_that_opens_them_alone(self, tmp_path):
         renderer = renderer_of(tmp_path, DEEPSEEK)
         (stop_id,) = renderer.encode("<|end_of_sentence|>")
-        turns = TurnRenderer(renderer)
-        thought = turns.next_turn(
-            Conversation((QUESTION,)), "hm</think>4", REPLIES[1:], stop_id=stop_id
+        thought = next_turn(
+            renderer, Conversation((QUESTION,)), "hm</think>4", REPLIES[1:], stop_id=stop_id
         )
         assert not thought.continues
 
@@ -105,7 +99,7 @@ def test_a_system_message_that_moves_begins_a_new_row(tmp_path):
     (stop_id,) = renderer.encode("<|end_of_sentence|>")
     system = {"role": "system", "content": "be brief"}
     conversation = Conversation((system, QUESTION))
-    turn = TurnRenderer(renderer).next_turn(conversation, "4", REPLIES[1:], stop_id=stop_id)
+    turn = next_turn(renderer, conversation, "4", REPLIES[1:], stop_id=stop_id)
     assert not turn.continues
 
 
@@ -113,4 +107,4 @@ def test_a_template_without_answers_is_refused(tmp_path):
     users_only = "{% for message in messages if message.role != 'assistant' %}{{ message.content }}"
     renderer = renderer_of(tmp_path, users_only + "{% endfor %}")
     with raises_error("chat_template.answer.left_out"):
-        TurnRenderer(renderer).next_turn(Conversation((QUESTION,)), "4", REPLIES[1:], stop_id=5)
+        next_turn(renderer, Conversation((QUESTION,)), "4", REPLIES[1:], stop_id=5)

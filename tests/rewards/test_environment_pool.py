@@ -20,6 +20,8 @@ from reinforce_rl.rewards.environment import Reply, normalized
 from reinforce_rl.rewards.environment_pool import EnvironmentPool, Turn
 
 KEYS = {"prompt_key": 5, "sample_key": 6}
+# What the host would take if it did not compare the secret before the first space.
+FORGED = b'secret {"messages": [], "reward": 9.0, "is_end": true, "fault": "", "text": ""}\n'
 
 
 # Environments, which the host imports by their names in this module.
@@ -59,7 +61,7 @@ def misbehaving(answer: str, record: dict, rng: random.Random) -> Any:
     if answer == "forge":
         for fd in range(3, 20):
             with contextlib.suppress(OSError):
-                os.write(fd, b'{"messages": [], "reward": 9.0}\n')
+                os.write(fd, FORGED)
         return None
     if answer == "host":
         os.kill(os.getppid(), signal.SIGKILL)

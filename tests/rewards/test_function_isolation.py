@@ -27,9 +27,11 @@ from reinforce_rl.rewards.base import (
     FunctionSpec,
     TextSample,
 )
-from reinforce_rl.rewards.function_pool import FunctionPool, Scores, bubblewrap
+from reinforce_rl.rewards.function_pool import FunctionPool, Scores
+from reinforce_rl.rewards.user_code import bubblewrap
 
 NAME = "helpers.reward_functions."
+SANDBOX = "reward_function.sandbox"
 # What `runs` of helpers/reward_functions.py runs.
 ATTACKS = {
     "code": "runs.__code__ = always_666.__code__",
@@ -308,7 +310,7 @@ def test_a_variable_that_is_named_is_seen_as_it_is(monkeypatch):
 
 def bubblewrap_fault() -> str:
     try:
-        bubblewrap([])
+        bubblewrap([], SANDBOX)
     except ConfigError as error:
         return str(error)
     return ""
@@ -368,7 +370,7 @@ class TestSandbox:
     def test_folders_that_hold_the_whole_machine_are_refused(self, folder):
         key = "reward_function.sandbox.folder_too_wide"
         with raises_error(key, "reward_function.sandbox", f" {folder}, "):
-            bubblewrap([folder])
+            bubblewrap([folder], SANDBOX)
 
     @pytest.mark.parametrize("how", ["forges", "its program forges", "its fork forges"])
     def test_an_answer_that_is_forged_is_no_score(self, how):

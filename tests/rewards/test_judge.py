@@ -24,7 +24,7 @@ from reinforce_rl.rewards.base import (
 )
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.function_host import LoadFault, load_function
-from reinforce_rl.rewards.function_pool import PROXY_VARIABLES, FunctionPool, Scores
+from reinforce_rl.rewards.function_pool import FunctionPool, Scores
 from reinforce_rl.rewards.judge import (
     Judge,
     JudgeError,
@@ -33,6 +33,7 @@ from reinforce_rl.rewards.judge import (
     question_of,
     score_in,
 )
+from reinforce_rl.rewards.user_code import PROXY_VARIABLES
 
 NAME = "reinforce_rl.rewards.judge.llm_judge"
 ONCE = {"retries": 0, "timeout": 10.0}

@@ -339,7 +339,7 @@ def _plan(
     if min(*actor_layout, *server_layout) < 1:
         return None  # already among the programs' own faults
     base = options.job_name or cfg.exp_manager.name
-    on_gpus = cfg.trainer.precision == "bf16"  # bf16 means GPUs
+    on_gpus = cfg.trainer.implies_gpus
 
     def component(
         name: str, job: str, nodes: int, ranks: int, requested: ComponentOptions, needs_gpus: bool
@@ -371,7 +371,7 @@ def _plan(
 
 def _warnings(cfg: TrainConfig, options: Options, megabytes: int, precision: str) -> Iterator[str]:
     """Yield sentences; `precision` is the configuration's, before `auto` is resolved."""
-    if precision == "auto" and cfg.trainer.precision != "bf16" and not options.actor.gpus:
+    if precision == "auto" and not cfg.trainer.implies_gpus and not options.actor.gpus:
         yield (
             "trainer.precision is auto and this machine has no GPU, so the job requests none; "
             "expected trainer.precision=bf16 for a run on GPUs, or 32 for one on CPUs"

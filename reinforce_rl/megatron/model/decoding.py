@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -378,24 +378,24 @@ def _rotations(
 
 
 @contextlib.contextmanager
-def lean_products(weights: Mapping[Any, Tensor]) -> Iterator[None]:
-    """Make linear layers use plain products with these weights inside the block, without gradient.
+def lean_products(layers: Sequence[Any]) -> Iterator[None]:
+    """Make linear layers use plain products inside the block, without gradient.
 
     Layers must not gather their output or use sequence parallelism.
     """
     try:
-        for layer, weight in weights.items():
-            layer.forward = _Product(layer, weight.detach())
+        for layer in layers:
+            layer.forward = _Product(layer)
         yield
     finally:
-        for layer in weights:
+        for layer in layers:
             layer.__dict__.pop("forward", None)
 
 
-def lean_product(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
-    """Return the function (x, bias) -> x weight^T + bias on a copy of the weight, without gradient.
+def packed_head(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+    """Return the function (x, bias) -> x weight^T + bias of the output layer, without gradient.
 
-    None where a copy is no faster.
+    It has a packed copy of the weight. None where a copy is no faster.
     """
     return packed_product(weight.detach())
 
@@ -403,7 +403,8 @@ def lean_product(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | 
 class _Product:
     """Replaces a layer's `forward`. The layer's hooks, such as LoRA's, still run."""
 
-    def __init__(self, layer: Any, weight: Tensor):
+    def __init__(self, layer: Any):
+        weight = layer.weight.detach()
         self._product = packed_product(weight) or (lambda x, bias: F.linear(x, weight, bias))
         adds_up, bias, returns_bias = linear_parts(layer)
         self._group = layer.tp_group if adds_up and layer.tp_group.size() > 1 else None

@@ -13,6 +13,7 @@ Notation: n positions, h hidden, f the MLP's width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,13 +69,24 @@ def swiglu(x: Tensor) -> Tensor:
     return output
 
 
-def vocabulary_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+def vocabulary_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    out: Tensor | None = None,
+    *,
+    packed: Callable[[Tensor, Tensor | None], Tensor] | None = None,
+) -> Tensor:
     """Compute hidden weight^T in at least float32: [n, h] and [V, h] to [n, V].
 
-    On a CPU, products of bf16 are rounded to bf16. The result is written to `out` if it is given,
-    without gradient.
+    On a CPU, products of bf16 are rounded to bf16.
+
+    Args:
+        out: the result is written to it, without gradient.
+        packed: the product with a packed copy of the weight, without gradient.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
+    if packed is not None:
+        return packed(hidden, None).to(dtype)
     if hidden.dtype == dtype:
         return torch.mm(hidden, weight.t(), out=out)
     if hidden.is_cuda and _KEEPS_PRODUCTS:  # bf16 would round a logit of 20 by up to 0.06

@@ -35,8 +35,8 @@ from reinforce_rl.megatron.model.decoding import (
     FlashCache,
     KVCache,
     decode_layers,
-    lean_product,
     lean_products,
+    packed_head,
 )
 from reinforce_rl.megatron.model.layers import LINEAR, block_spec, vocabulary_logits
 
@@ -379,10 +379,10 @@ class CausalLM(GPTModel):
         Only within `whole_sequences`.
         """
         layers: list[Any] = [m for m in self.decoder.modules() if isinstance(m, LINEAR)]
-        with lean_products({layer: layer.weight for layer in layers}):
+        with lean_products(layers):
             self._decodes_fast = True
             if self.post_process and self.architecture.num_labels is None:
-                self._packed_head = lean_product(self.output_weight)
+                self._packed_head = packed_head(self.output_weight)
             try:
                 yield
             finally:
@@ -416,12 +416,8 @@ class CausalLM(GPTModel):
 
         Padded columns are -inf.
         """
-        if self._packed_head is None:
-            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
-            out = vocabulary_logits(hidden, self.output_weight)
-        else:
-            out = self._packed_head(hidden, None)
-            out = out.to(torch.promote_types(out.dtype, torch.float32))
+        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+        out = vocabulary_logits(hidden, self.output_weight, packed=self._packed_head)
         if (true_columns := self.vocab_shard.size) < out.shape[1]:
             out = out.masked_fill(
                 torch.arange(out.shape[1], device=out.device) >= true_columns, float("-inf")

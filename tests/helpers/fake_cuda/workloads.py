@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,8 @@ PROMPTS = [Prompt(number, "", tuple(range(3, 6 + number))) for number in range(4
 def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
     """Run generation, both policies' log-probs, two updates and an offload.
 
-    Each data-parallel rank has two samples.
+    Each data-parallel rank has two samples. In the second update an environment wrote some of their
+    tokens.
     """
     options: dict[str, Any] = {"model": layout.model, "optim": layout.optim, "dtype": layout.dtype}
     # Use several micro-batches only if they matter: in a pipeline, and if the last one reduces the
@@ -71,8 +72,12 @@ def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
     assert actor.get_inference_log_probs(*where).shape == (2, width)
     assert actor.get_init_policy_logprobs(*where).shape == (2, width)
     optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS), actor.ddp)
-    for _ in range(2):  # the optimizer's states exist after the first step
-        actor.get_loss_and_metrics(batch, sequences(2 * mesh.dp_size))
+    policy_mask = torch.arange(width).expand(2, width) % 2 == 0
+    episodes = replace(batch, rollouts=replace(rollouts, policy_mask=policy_mask))
+    where_written = episodes.rollouts.sequence_inputs
+    assert actor.get_inference_log_probs(*where_written).shape == (2, width)
+    for data in (batch, episodes):  # the optimizer's states exist after the first step
+        actor.get_loss_and_metrics(data, sequences(2 * mesh.dp_size))
         assert not optimizer.step().skipped
     with optimizer.offloaded():
         pass
