@@ -24,6 +24,7 @@ from reinforce_rl.config.base import (
     key,
 )
 from reinforce_rl.config.engines import EngineConfig, TensorRTLLMConfig, VLLMConfig
+from reinforce_rl.config.environment import EnvironmentConfig
 from reinforce_rl.config.model import ModelConfig
 from reinforce_rl.config.monitoring import AlertsConfig, ExpManagerConfig
 from reinforce_rl.config.rewards import (
@@ -35,7 +36,7 @@ from reinforce_rl.config.rewards import (
     name_in_metrics,
 )
 
-REWARDS = ("server", "function")  # values of `reward` that do not name a class
+REWARDS = ("server", "function", "environment")  # values of `reward` that do not name a class
 
 
 class RewardShapingConfig(Section):
@@ -403,11 +404,14 @@ class TrainConfig(Section):
     reward: Text = key(
         "server",
         "server: remote_rm.reward_model; function: reward_function, in processes of the trainer; "
-        "or a class's dotted name",
+        "environment: what the environment gives; or a class's dotted name",
         details=", see [A reward source](../CONTRIBUTING.md#a-reward-source)",
     )
     reward_function: RewardFunctionConfig = key(RewardFunctionConfig(), "see docs/rewards.md")
     remote_rm: RemoteRMConfig = RemoteRMConfig()
+    environment: EnvironmentConfig = key(
+        EnvironmentConfig(), "episodes of several turns; see docs/environments.md"
+    )
     exp_manager: ExpManagerConfig = ExpManagerConfig()
     alerts: AlertsConfig = AlertsConfig()
     pretrained_checkpoint: PretrainedConfig = PretrainedConfig()
@@ -442,6 +446,23 @@ class TrainConfig(Section):
         return self.trainer.reinforce.takes_several_updates(self.prompts_per_update)
 
     @property
+    def has_environment(self) -> bool:
+        """Whether an environment answers the policy, so that a response has several turns."""
+        return self.environment.name is not None
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Longest response, with what an environment writes between the policy's answers."""
+        if self.has_environment:
+            return self.environment.max_episode_tokens
+        return self.model.reinforce.length_params.max_length
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt that leaves room for the longest response."""
+        return self.model.encoder_seq_length - self.max_response_tokens
+
+    @property
     def training_ranks(self) -> int:
         """Ranks that hold the optimizer; the job's others generate."""
         return self.trainer.world_size - self.generation_ranks
@@ -465,9 +486,7 @@ class TrainConfig(Section):
 
     @property
     def reward_class(self) -> str | None:
-        """Dotted name of the class that `reward` names; None where a server or a function is
-        asked.
-        """
+        """Dotted name of the class that `reward` names; None where it names no class."""
         return None if self.reward in REWARDS else self.reward
 
     @property
@@ -492,6 +511,8 @@ class TrainConfig(Section):
         if self.reward_class is not None:
             class_name = self.reward_class.rpartition(".")[2]
             terms.append(RewardTerm("reward", class_name, 1.0))
+        if self.reward == "environment":
+            terms.append(RewardTerm("environment", "environment", 1.0))
         for setting, section in {**self.reward_functions, **self.reward_servers}.items():
             name = name_in_metrics(setting, section)
             terms.append(RewardTerm(setting, name, section.weight))

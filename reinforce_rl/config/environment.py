@@ -8,8 +8,20 @@ from reinforce_rl.config.base import Count, Fields, Positive, Section, Text, key
 class EnvironmentConfig(Section):
     """An environment that answers the policy, and its processes."""
 
-    name: Text | None = key(None, "dotted name of a function or class that answers the policy")
+    name: Text | None = key(
+        None,
+        "dotted name of a function or class that answers the policy; null: episodes of one answer",
+    )
     kwargs: Fields = key({}, "its keyword arguments, as +environment.kwargs.NAME=VALUE")
+    max_turns: Count = key(
+        4, "answers of an episode; after the last one its messages are not read", "answers"
+    )
+    max_episode_tokens: Count = key(
+        1024,
+        "an episode's tokens behind the prompt, the environment's included; a longer one is cut, "
+        "see truncated_samples",
+        "tokens",
+    )
     num_workers: Count = key(
         2,
         "replies that are computed at a time",

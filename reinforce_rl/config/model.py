@@ -271,7 +271,8 @@ class DataConfig(TemplateConfig):
     )
     too_long: Literal["refuse", "skip"] = key(
         "refuse",
-        "a prompt above encoder_seq_length - max_length tokens: refuse, or skip with a count",
+        "a prompt above encoder_seq_length - max_length (or environment.max_episode_tokens): "
+        "refuse, or skip with a count",
         details=". None is ever cut",
     )
     shuffle: bool = key(True, "a new order each epoch, from seed and epoch")
@@ -405,8 +406,3 @@ class ModelConfig(ParallelConfig):
         # On a GPU two equal runs with shared prompts were seen to differ: atomics sum the gradients
         # of prompts.
         return not gpu and self.context_parallel_size == 1 and not is_padded
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Longest prompt that fits with its response."""
-        return self.encoder_seq_length - self.reinforce.length_params.max_length

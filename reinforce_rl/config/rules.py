@@ -14,6 +14,7 @@ from pathlib import Path
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import NOT_SET, settings_fault
+from reinforce_rl.config.environment import EnvironmentConfig
 from reinforce_rl.config.generation_rules import generation_faults, is_importable
 from reinforce_rl.config.model import LoraTuningConfig
 from reinforce_rl.config.model_folder import MODEL, model_values, no_model
@@ -35,6 +36,7 @@ def find_faults(cfg: TrainConfig) -> Iterator[str]:
     """Yield all errors of a configuration with valid keys and types."""
     checks = (
         _rewards,
+        _environment,
         _algorithm,
         _samples,
         _batches,
@@ -249,10 +251,13 @@ def _lengths(cfg: TrainConfig) -> Iterator[Fault]:
     lengths = model.reinforce.length_params
     padded = cfg.trainer.reinforce.rollout_batch_seq_length
     tokens = model.tokens_per_micro_batch
-    if model.max_prompt_tokens < 1:
+    if cfg.max_prompt_tokens < 1:
+        longest_response = "model.reinforce.length_params.max_length"
+        if cfg.has_environment:
+            longest_response = "environment.max_episode_tokens"
         yield settings_fault(
             cfg,
-            ("model.reinforce.length_params.max_length", "model.encoder_seq_length"),
+            (longest_response, "model.encoder_seq_length"),
             "there is no room for a prompt",
             key="config.max_length.no_room_for_prompt",
         )
@@ -306,7 +311,8 @@ def _rewards(cfg: TrainConfig) -> Iterator[Fault]:
         yield settings_fault(
             cfg,
             ("reward",),
-            "expected server, function, or the dotted name of a class, such as my_rewards.MySource",
+            "expected server, function, environment, or the dotted name of a class, such as "
+            "my_rewards.MySource",
             key="config.reward.unknown",
         )
     calls_own_function = "reward_function" in cfg.reward_functions
@@ -318,7 +324,8 @@ def _rewards(cfg: TrainConfig) -> Iterator[Fault]:
             key="config.reward_function.name.missing",
         )
     if not calls_own_function and function.name is not None:
-        source = "remote_rm.reward_model" if cfg.reward_class is None else "that class"
+        asked = {"server": "remote_rm.reward_model", "environment": "the environment"}
+        source = asked.get(cfg.reward, "that class")
         yield Fault(
             f"reward_function.name is {function.name!r}, but reward is {cfg.reward!r}, which asks "
             f"{source}; set reward=function, or list it under reward_function.more_functions to "
@@ -326,6 +333,53 @@ def _rewards(cfg: TrainConfig) -> Iterator[Fault]:
             key="config.reward_function.name.conflicts_with_reward_server",
         )
     yield from _reward_names(cfg)
+
+
+def _environment(cfg: TrainConfig) -> Iterator[Fault]:
+    environment = cfg.environment
+    rl = cfg.trainer.reinforce
+    if not cfg.has_environment:
+        if cfg.reward == "environment":
+            yield Fault(
+                "reward is 'environment', but environment.name is not set; expected the dotted "
+                "name of a function or class, see docs/environments.md",
+                key="config.environment.name.missing",
+            )
+        if environment != EnvironmentConfig():
+            yield Fault(
+                "environment has settings, but environment.name is not set; set it, or leave them "
+                "out",
+                key="config.environment.without_name",
+            )
+        return
+    if not _DOTTED_NAME.fullmatch(environment.name or ""):
+        yield settings_fault(
+            cfg,
+            ("environment.name",),
+            "expected the dotted name of a function or class, such as my_tools.calculator",
+            key="config.environment.name.no_dotted_name",
+        )
+    if environment.max_episode_tokens < cfg.model.reinforce.length_params.max_length:
+        yield settings_fault(
+            cfg,
+            ("environment.max_episode_tokens", "model.reinforce.length_params.max_length"),
+            "an episode must have room for one answer",
+            key="config.max_episode_tokens.below_max_length",
+        )
+    if cfg.rollout_order == "finished":
+        yield settings_fault(
+            cfg,
+            ("environment.name", "rollout_order"),
+            "episodes are played in the order of their prompts: set rollout_order=prompts",
+            key="config.environment.conflicts_with_rollout_order",
+        )
+    if rl.overlong_buffer:
+        yield settings_fault(
+            cfg,
+            ("environment.name", "trainer.reinforce.overlong_buffer"),
+            "an episode is cut for its own tokens or for its environment's: set overlong_buffer=0",
+            key="config.environment.conflicts_with_overlong_buffer",
+        )
 
 
 def _reward_names(cfg: TrainConfig) -> Iterator[Fault]:

@@ -51,6 +51,11 @@ class Completions:
     weight_versions: Tensor | None = None
     # bool [N, T], False on tokens that an environment wrote; None if the policy wrote them all.
     policy_mask: Tensor | None = None
+    # float32 [N], the sum over an episode's turns, NaN where the environment failed; None without
+    # an environment.
+    environment_rewards: Tensor | None = None
+    # For each of N episodes why its environment failed, or None; () without an environment.
+    environment_faults: tuple[str | None, ...] = ()
 
     def repeat_to_samples(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompt of each row; every prompt must have the same number of samples."""
@@ -234,6 +239,8 @@ def join_completions(parts: Sequence[Completions], pad_id: int) -> Completions:
         log_probs=_join_or_none([part.log_probs for part in parts], width),
         weight_versions=_join_or_none([part.weight_versions for part in parts], width),
         policy_mask=_join_policy_masks(parts, width),
+        environment_rewards=_join_environment_rewards(parts),
+        environment_faults=tuple(fault for part in parts for fault in part.environment_faults),
     )
 
 
@@ -275,6 +282,11 @@ def _join_or_none(values: Sequence[Tensor | None], columns: int) -> Tensor | Non
     """Concatenate along the rows, padded to `columns`; None if a part is None."""
     known = [_widen(value, columns) for value in values if value is not None]
     return torch.cat(known) if len(known) == len(values) else None
+
+
+def _join_environment_rewards(parts: Sequence[Completions]) -> Tensor | None:
+    known = [part.environment_rewards for part in parts if part.environment_rewards is not None]
+    return torch.cat(known) if known else None
 
 
 def _join_policy_masks(

@@ -42,7 +42,7 @@ def next_turn(
     answer: str,
     replies: Sequence[Mapping[str, Any]],
     *,
-    stop_id: int,
+    stop_id: int | None,
 ) -> NextTurn:
     """Return the turn that follows an answer and the messages that reply to it.
 
@@ -50,7 +50,8 @@ def next_turn(
         conversation: the messages before the answer.
         answer: its text, without the token that ended it.
         replies: at least one message of a role other than assistant.
-        stop_id: the token that ended the answer; it is in the answer's tokens already.
+        stop_id: the token that ended the answer; it is in the answer's tokens already. None if
+            a text ended it.
 
     Raises:
         DataError: the template refuses the messages or leaves out answers.
@@ -69,7 +70,7 @@ def next_turn(
     tokens = renderer.encode(between)
     # Most templates end a turn with the token that ends an answer. Tokenised together, the text
     # behind it gets no space that a SentencePiece tokenizer puts before a text.
-    if tokens[:1] == [stop_id]:
+    if stop_id is not None and tokens[:1] == [stop_id]:
         tokens = tokens[1:]
     has_same_history = _is_opened(renderer.prompt_text(conversation), before)
     thought = _thought_of(answer)
@@ -85,8 +86,10 @@ def _thought_of(answer: str) -> str:
 def _is_opened(prompt: str, before: str) -> bool:
     """Whether a prompt is the text before an answer, or that with the beginning of a thought.
 
-    Templates that open a thought for the next answer do not write it before earlier ones.
+    Templates that open a thought for the next answer do not write it before earlier ones. Some
+    put a space before earlier answers, which the next one begins with by itself.
     """
+    before = before.rstrip()
     opening = prompt.removeprefix(before)
     return prompt.startswith(before) and opening.split() in (
         [],

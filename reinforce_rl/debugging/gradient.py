@@ -43,7 +43,7 @@ class Gradients:
         actor = self.actor
         actor.loss = loss_settings(cfg)
         rows = torch.arange(len(batch.trains))
-        max_length = actor.sampling.max_length
+        max_length = actor.max_response_tokens
         share = actor.get_loss_and_metrics(
             batch,
             denominators_of(batch, rows, max_length, actor.mesh.sum_over_dp),

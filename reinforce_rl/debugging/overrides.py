@@ -133,7 +133,7 @@ class OverriddenSettings:
     @property
     def max_length(self) -> int:
         """A response's maximum tokens."""
-        return self.cfg.model.reinforce.length_params.max_length
+        return self.cfg.max_response_tokens
 
 
 def _has_effect(key: str) -> bool:

@@ -40,6 +40,7 @@ from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.rewards.judge import Judge, preferences, question_of
 from reinforce_rl.rewards.overrides import reward_overrides
 from reinforce_rl.rewards.sources import connect_to_reward_servers
+from reinforce_rl.rollout.episodes import play_episodes, started_environment
 from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.rollout.prompts import build_datasets, build_sampler
 from reinforce_rl.rollout.source import RolloutContext
@@ -267,7 +268,9 @@ def _answers(
                     connect_to_reward_servers(cfg, mesh, load_tokenizer(model), monitor)
                 )
             )
+        environment = stack.enter_context(started_environment(cfg, mesh))
         actor = stack.enter_context(_loaded(cfg, mesh, control, name))
+        play_episodes(actor, environment, cfg)
         context = RolloutContext(
             cfg.trainer.reinforce,
             actor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -39,6 +39,12 @@ class PartialResponse:
     log_probs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()  # versions of those weights
     finish_reason: str | None = None  # None: unfinished
+    # most tokens, where it has less room than `SamplingParams.max_length`
+    limit: int | None = None
+
+    def max_length(self, params: SamplingParams) -> int:
+        """Return the most tokens that this response may have."""
+        return params.max_length if self.limit is None else min(self.limit, params.max_length)
 
 
 class WeightUpdates(Protocol):
@@ -128,15 +134,17 @@ class RemoteGenerator:
         pass
 
 
-def check_lengths(prompts: Sequence[Prompt], params: SamplingParams, limit: int, name: str) -> None:
+def check_lengths(lengths: Iterable[tuple[int, int]], limit: int, name: str) -> None:
     """Raise a `DataError` if a prompt and its response may exceed `limit` tokens.
 
-    `name` describes the limit.
+    Args:
+        lengths: of each prompt, and the most that its response may have, in tokens.
+        name: describes the limit.
     """
-    longest = max((len(prompt.tokens) for prompt in prompts), default=0)
-    if longest + params.max_length > limit:
+    prompt, response = max(lengths, key=sum, default=(0, 0))
+    if prompt + response > limit:
         raise DataError(
-            f"a prompt has {longest} tokens and its response may have {params.max_length}, which "
+            f"a prompt has {prompt} tokens and its response may have {response}, which "
             f"together exceed {name}; lower model.reinforce.length_params.max_length or "
             "model.encoder_seq_length",
             key="generation.prompt.too_long",

@@ -339,7 +339,7 @@ class Policy:
         denominators = denominators_of(
             reinforce_batch,
             torch.arange(len(batch.valid)),
-            actor.sampling.max_length,
+            actor.max_response_tokens,
             actor.mesh.sum_over_dp,
         )
         share = actor.get_loss_and_metrics(reinforce_batch, denominators)

@@ -41,6 +41,8 @@ response_lengths | tokens | mean, with the end token | drifts slowly; grows to m
 prompt_lengths | tokens | mean length of a prompt | follows from the data
 fraction_of_samples_properly_ended | share | not cut at max_length | near 1; lower: raise
   max_length, or see truncated_samples
+turns | answers | mean answers of an episode, with an environment | follows from the task; falls to
+  1: the environment is not used any more
 fraction_of_samples_scored | share | samples that the reward source scored | 1; lower: see the log
   of the reward source
 fraction_of_samples_valid | share | scored, not empty, not dropped | 1, or less with

@@ -56,9 +56,21 @@ def rollout_means(batch: RolloutBatch) -> Statistics:
         "fraction_of_samples_scored": Mean.of(scored),
         "fraction_of_samples_valid": Mean.of(batch.valid),
     }
+    if batch.policy_mask is not None:
+        means["turns"] = Mean.of(turns_of(batch))
     for name, values in batch.source_rewards.items():
         means[f"rewards_{name}"] = Mean.of(values, torch.isfinite(values))
     return means
+
+
+def turns_of(batch: RolloutBatch) -> Tensor:
+    """Return the number of the policy's answers in each episode, int64 [N].
+
+    An environment writes at least one token between two answers.
+    """
+    written = batch.response_mask
+    before = torch.nn.functional.pad(written[:, :-1], (1, 0))
+    return (written & ~before).sum(dim=1)
 
 
 def validation_means(batch: RolloutBatch, prompts: Sequence[Prompt]) -> Statistics:

@@ -117,6 +117,7 @@ def build_actor(
         with_reference=with_reference and cfg.uses_reference,
         lora=identity,
         trains=trains,
+        max_response_tokens=cfg.max_response_tokens,
     )
 
 

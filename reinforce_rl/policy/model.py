@@ -110,6 +110,8 @@ class MegatronGPTReinforceActorModel:
         with_reference: False saves the reference's memory if beta is 0.
         lora: `LoraSettings.identity`, for checkpoints; None if the whole model trains.
         trains: False saves the gradients' memory if the model only generates and scores.
+        max_response_tokens: of an episode's answers and what an environment writes between them;
+            None for `sampling.max_length`.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class MegatronGPTReinforceActorModel:
         with_reference: bool = True,
         lora: dict[str, Any] | None = None,
         trains: bool = True,
+        max_response_tokens: int | None = None,
     ):
         self.lm = lm
         self.tokenizer = tokenizer
@@ -133,6 +136,7 @@ class MegatronGPTReinforceActorModel:
         self.settings = settings
         self.sampling = sampling
         self.val_sampling = val_sampling or sampling
+        self.max_response_tokens = max_response_tokens or sampling.max_length
         self.loss = loss
         self.lora = lora
         on_gpu = lm.mesh.device.type != "cpu"

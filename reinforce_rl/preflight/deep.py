@@ -98,7 +98,7 @@ def job_of(cfg: TrainConfig, inputs: Inputs, machine: Hardware) -> Job:
     batches = plan_batches(cfg, layout, inputs.datasets)
     gpus_per_node = min(machine.gpus_per_node, cfg.trainer.devices)
     machine = machine.model_copy(update={"gpus_per_node": gpus_per_node})
-    longest = cfg.model.reinforce.length_params.max_length
+    longest = cfg.max_response_tokens
     response = min(cfg.preflight_response_tokens or longest, longest)
     prompt = batches.longest_prompt
     if inputs.datasets is not None:

@@ -62,13 +62,13 @@ def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None
     rl = cfg.trainer.reinforce
     rollout = cfg.model.reinforce
     samples = rl.num_rollouts_per_prompt
-    response = rollout.length_params.max_length
+    response = cfg.max_response_tokens
     share = Share.split(rollout.num_rollout_samples, layout.data)
     of_update = cfg.prompts_per_update or rollout.num_rollout_samples
     # Prompts of an optimizer step are drawn from the whole batch: one rank may hold all of them.
     most = share.most if cfg.prompts_per_update is None else min(share.most, of_update)
     train = None if datasets is None else datasets.train
-    longest_prompt = cfg.model.max_prompt_tokens if train is None else _longest_of(train)
+    longest_prompt = cfg.max_prompt_tokens if train is None else _longest_of(train)
     longest = longest_prompt + response
     validation = None
     if datasets is not None and datasets.validation is not None and rl.val_check_interval:
@@ -120,7 +120,7 @@ def plan_memory(
     if inputs.architecture is None or inputs.layers is None or layout is None:
         return []
     rollout = cfg.model.reinforce
-    response = cfg.model.reinforce.length_params.max_length
+    response = cfg.max_response_tokens
     used = _policy(cfg, layout, gpu=gpu)
     multiple = layout.sequence_multiple
     positions = -(-(batches.longest - 1) // multiple) * multiple // layout.context
@@ -132,9 +132,13 @@ def plan_memory(
 
     def call(prompts: int, size: int, samples: int, prompt_tokens: int) -> memory.Decoding:
         most = -(-min(prompts, size) // layout.context)
-        return memory.Decoding(
-            most, samples, prompt_tokens, response, rollout.generation_cache_tokens
-        )
+        cache_tokens = rollout.generation_cache_tokens
+        if cfg.has_environment:
+            # Samples differ after the first turn, so each has a history of its own.
+            answer = rollout.length_params.max_length
+            history = prompt_tokens + response - answer
+            return memory.Decoding(most * samples, 1, history, answer, cache_tokens)
+        return memory.Decoding(most, samples, prompt_tokens, response, cache_tokens)
 
     of_rank = batches.prompts_of_rank.most
     samples = batches.samples

@@ -55,6 +55,9 @@ class RewardRequest:
     # other fields of each prompt's JSON line; () if unknown
     metadata: tuple[Mapping[str, Any], ...] = ()
     finished: tuple[bool, ...] = ()  # False for a truncated response; () if none is
+    # of each episode's environment, as in `Completions`
+    environment_rewards: Tensor | None = None
+    environment_faults: tuple[str | None, ...] = ()
 
     @property
     def samples(self) -> list[TextSample]:
@@ -85,6 +88,10 @@ class RewardRequest:
             messages=pick(self.messages),
             metadata=pick(self.metadata),
             finished=pick(self.finished),
+            environment_rewards=None
+            if self.environment_rewards is None
+            else self.environment_rewards[rows],
+            environment_faults=pick(self.environment_faults),
         )
 
 

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import (
+    CompletedRewards,
     RewardFuture,
     RewardRequest,
     Rewards,
@@ -128,6 +129,54 @@ class FunctionRewards:
         self.pool.close()
 
 
+@dataclass(frozen=True)
+class EnvironmentRewards:
+    """A reward source that returns what the environment gave each episode."""
+
+    def infer_rm(self, request: RewardRequest) -> RewardFuture:
+        values = request.environment_rewards
+        if values is None:  # of `chat` or `rescore`, which play no episodes
+            values = torch.full((len(request.responses),), torch.nan)
+            status = torch.full((len(values),), base.STATUS_INTERNAL, dtype=torch.int32)
+            faults = dict.fromkeys(range(len(values)), "no environment answered this response")
+            return CompletedRewards(Rewards(values, status, faults=faults))
+        status = torch.where(values.isfinite(), base.STATUS_OK, base.STATUS_INTERNAL).int()
+        return CompletedRewards(Rewards(values, status))
+
+    def close(self) -> None:
+        """Do nothing: the episodes' player closes the environment."""
+
+
+@dataclass(frozen=True)
+class EpisodeRewards:
+    """Leaves out episodes whose environment failed, whatever the source says of them."""
+
+    source: RewardSource
+
+    def infer_rm(self, request: RewardRequest) -> RewardFuture:
+        return _Later(partial(self._without_failed, self.source.infer_rm(request), request))
+
+    def _without_failed(self, future: RewardFuture, request: RewardRequest) -> Rewards:
+        answer = future.result()
+        failed = {
+            row: fault for row, fault in enumerate(request.environment_faults) if fault is not None
+        }
+        if not failed:
+            return answer
+        values = answer.values.clone()
+        status = answer.status.clone()
+        values[list(failed)] = torch.nan
+        status[list(failed)] = base.STATUS_INTERNAL
+        return replace(answer, values=values, status=status, faults={**answer.faults, **failed})
+
+    @property
+    def identity(self) -> Any:
+        return getattr(self.source, "identity", None)
+
+    def close(self) -> None:
+        self.source.close()
+
+
 def connect_to_reward_servers(
     cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
 ) -> RewardSource:
@@ -156,11 +205,14 @@ def connect_to_reward_servers(
                     source = _connect_to_reward_server(cfg, server, mesh, tokenizer, monitor)
                 elif term.setting in cfg.reward_functions:
                     source = FunctionRewards(pool, term.name)
+                elif term.setting == "environment":
+                    source = EnvironmentRewards()
                 else:
                     source = make_source(cfg.reward, cfg, tokenizer)
                 sources.append(WeightedSource(term.name, source, term.weight))
         on_failure.pop_all()
-        return CombinedRewards(sources) if cfg.logs_reward_terms else sources[0].source
+        source = CombinedRewards(sources) if cfg.logs_reward_terms else sources[0].source
+        return EpisodeRewards(source) if cfg.has_environment else source
 
 
 def names_of_scores(cfg: TrainConfig) -> tuple[str, ...] | None:
@@ -170,7 +222,7 @@ def names_of_scores(cfg: TrainConfig) -> tuple[str, ...] | None:
     """
     if cfg.logs_reward_terms:
         return tuple(term.name for term in cfg.reward_terms)
-    return () if cfg.reward_functions else None
+    return () if cfg.reward_functions or cfg.reward == "environment" else None
 
 
 def published_addresses(files: Sequence[str], deadline: float) -> list[Address]:

@@ -23,7 +23,13 @@ from torch import Tensor
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Completions
-from reinforce_rl.errors import EXIT_LOST_RANK, GenerationError, LostRankError, ReinforceError
+from reinforce_rl.errors import (
+    EXIT_LOST_RANK,
+    EnvironmentProcessError,
+    GenerationError,
+    LostRankError,
+    ReinforceError,
+)
 from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.generation.responses import completions_of, new_responses
 from reinforce_rl.rewards.base import RewardFuture, RewardSource
@@ -174,7 +180,7 @@ class GeneratorRank:
             else:
                 self._answer_groups(self._groups)
             self._sleep()
-        except GenerationError as error:
+        except (GenerationError, EnvironmentProcessError) as error:
             self.fail(error)
         finally:
             # closing `rm` ends the threads that wait for scores

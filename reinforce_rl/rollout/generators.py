@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 T = TypeVar("T")
-_TENSORS = ("tokens", "lengths", "log_probs", "weight_versions")  # of `Completions`
+# Tensors of `Completions`.
+_TENSORS = (
+    "tokens",
+    "lengths",
+    "log_probs",
+    "weight_versions",
+    "policy_mask",
+    "environment_rewards",
+)
 
 
 class Generators:
@@ -295,6 +303,7 @@ def _packed_result(result: GenerationResult) -> dict[int, dict[str, Any]]:
         packed[prompt] = {
             **tensors,
             "finish_reasons": list(completions.finish_reasons[part]),
+            "environment_faults": list(completions.environment_faults[part]),
             "scores": scores,
         }
     return packed
@@ -302,6 +311,10 @@ def _packed_result(result: GenerationResult) -> dict[int, dict[str, Any]]:
 
 def _unpacked(prompt: int, stored: dict[str, Any], number: int = -1) -> GenerationResult:
     tensors = {name: stored[name] for name in _TENSORS}
-    completions = Completions(**tensors, finish_reasons=tuple(stored["finish_reasons"]))
+    completions = Completions(
+        **tensors,
+        finish_reasons=tuple(stored["finish_reasons"]),
+        environment_faults=tuple(stored["environment_faults"]),
+    )
     rewards = None if stored["scores"] is None else Rewards(**stored["scores"])
     return GenerationResult(number, (prompt,), completions, rewards)

@@ -9,7 +9,7 @@ from typing import Any
 
 from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch, join_completions
 from reinforce_rl.data.sampler import step_seed
-from reinforce_rl.errors import GenerationError
+from reinforce_rl.errors import EnvironmentProcessError, GenerationError
 from reinforce_rl.rewards.base import RewardFuture
 from reinforce_rl.rollout.filtering import draw_until_rewards_differ
 from reinforce_rl.rollout.scoring import (
@@ -104,7 +104,7 @@ class LocalRollouts:
                     if mesh.is_model_parallel_rank_0 and rm is not None:
                         future = rm.infer_rm(reward_request(self._model, batch, part))
                         futures.append((future, len(part.lengths)))
-        except GenerationError as error:
+        except (GenerationError, EnvironmentProcessError) as error:
             failure = error
         mesh.raise_if_any(failure)
         self._context.stop.check(mesh)

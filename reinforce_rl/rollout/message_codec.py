@@ -76,6 +76,7 @@ class _ResultFields:
     number: int
     prompt_ids: tuple[int, ...]
     finish_reasons: tuple[str, ...]
+    environment_faults: tuple[str | None, ...]
     sources: tuple[str, ...]  # of `Rewards.by_source`, in order, which safetensors does not keep
     faults: dict[int, str]
     failure: _Failure | None
@@ -123,7 +124,10 @@ _COMPLETIONS = {
     "lengths": (torch.int64, 1),
     "log_probs": (torch.float32, 2),
     "weight_versions": (torch.int64, 2),
+    "policy_mask": (torch.bool, 2),
+    "environment_rewards": (torch.float32, 1),
 }
+_NEEDED = ("tokens", "lengths")
 _REWARDS = {"values": (torch.float32, 1), "status": (torch.int32, 1)}
 _BY_SOURCE = "rewards.by_source."
 
@@ -181,6 +185,7 @@ def _fields_of(result: GenerationResult) -> _ResultFields:
         number=result.number,
         prompt_ids=result.prompt_ids,
         finish_reasons=result.completions.finish_reasons,
+        environment_faults=result.completions.environment_faults,
         sources=() if rewards is None else tuple(rewards.by_source),
         faults={} if rewards is None else dict(rewards.faults),
         failure=None if result.failure is None else _failure_of(result.failure),
@@ -215,7 +220,7 @@ def _read_tensors(data: bytes) -> dict[str, Tensor]:
 
 def _result_of(fields: _ResultFields, tensors: dict[str, Tensor]) -> GenerationResult:
     _check_texts(fields)
-    completions = _completions_of(fields.finish_reasons, tensors)
+    completions = _completions_of(fields, tensors)
     rewards = None
     if "rewards.values" in tensors:
         rewards = _rewards_of(fields, tensors)
@@ -235,30 +240,36 @@ def _check_texts(fields: _ResultFields) -> None:
         raise BadMessageError(
             f"sources has a name of {longest_name} characters, expected at most {_MAX_SOURCE_NAME}"
         )
-    longest_fault = max(map(len, fields.faults.values()), default=0)
+    environment_faults = [fault for fault in fields.environment_faults if fault is not None]
+    longest_fault = max(map(len, [*fields.faults.values(), *environment_faults]), default=0)
     if longest_fault > _MAX_FAULT:
         raise BadMessageError(
             f"faults has a text of {longest_fault} characters, expected at most {_MAX_FAULT}"
         )
 
 
-def _completions_of(finish_reasons: tuple[str, ...], tensors: dict[str, Tensor]) -> Completions:
-    tokens = _take_needed(tensors, "completions.tokens", *_COMPLETIONS["tokens"])
-    lengths = _take_needed(tensors, "completions.lengths", *_COMPLETIONS["lengths"])
-    log_probs = _take(tensors, "completions.log_probs", *_COMPLETIONS["log_probs"])
-    versions = _take(tensors, "completions.weight_versions", *_COMPLETIONS["weight_versions"])
-    samples, width = tokens.shape
-    _check_shape("completions.lengths", lengths, (samples,))
-    for name, tensor in (("log_probs", log_probs), ("weight_versions", versions)):
+def _completions_of(fields: _ResultFields, tensors: dict[str, Tensor]) -> Completions:
+    taken: dict[str, Any] = {}
+    for name, form in _COMPLETIONS.items():
+        take = _take_needed if name in _NEEDED else _take
+        taken[name] = take(tensors, f"completions.{name}", *form)
+    shape = taken["tokens"].shape
+    samples, width = shape
+    for name, tensor in taken.items():
         if tensor is not None:
-            _check_shape(f"completions.{name}", tensor, tokens.shape)
+            _check_shape(f"completions.{name}", tensor, shape[: tensor.ndim])
+    lengths = taken["lengths"]
+    finish_reasons = fields.finish_reasons
+    faults = fields.environment_faults
+    if faults and len(faults) != samples:
+        raise BadMessageError(f"environment_faults are {len(faults)}, expected {samples}")
     if len(finish_reasons) != samples:
         raise BadMessageError(f"finish_reasons are {len(finish_reasons)}, expected {samples}")
     if unknown := set(finish_reasons) - {FINISH_STOP, FINISH_LENGTH, FINISH_OUTSIDE}:
         raise BadMessageError(f"finish_reasons has {min(unknown)[:_MAX_QUOTED]!r}")
     if bool(((lengths < 0) | (lengths > width)).any()):
         raise BadMessageError(f"completions.lengths is outside of 0 to {width}")
-    return Completions(tokens, lengths, finish_reasons, log_probs, versions)
+    return Completions(**taken, finish_reasons=finish_reasons, environment_faults=faults)
 
 
 def _rewards_of(fields: _ResultFields, tensors: dict[str, Tensor]) -> Rewards:

@@ -15,6 +15,7 @@ from reinforce_rl.data.prompts import (
 )
 from reinforce_rl.data.readers import Columns
 from reinforce_rl.data.sampler import PromptSampler
+from reinforce_rl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,7 @@ def build_datasets(
         tokenizer,
         prefixes,
         splits=splits,
-        max_prompt_tokens=cfg.model.max_prompt_tokens,
+        max_prompt_tokens=cfg.max_prompt_tokens,
         too_long=data.too_long,  # type: ignore[arg-type]
         apply_chat_template=data.apply_chat_template,
         add_bos=data.add_bos,
@@ -37,10 +38,26 @@ def build_datasets(
         system_prompt=data.system_prompt,
         template=data.template_options("model.data."),
     )
+    if cfg.has_environment:
+        _check_conversations(datasets)
     if datasets.validation is not None:
         # raises if the set is smaller
         fixed_prompts(datasets.validation, cfg.model.reinforce.num_val_samples)
     return datasets
+
+
+def _check_conversations(datasets: RLHFDatasets) -> None:
+    """Raise a DataError if a prompt is a plain text, to which no turn can be added."""
+    for split, prompts in vars(datasets).items():
+        if prompts is None:
+            continue
+        for number in range(len(prompts)):
+            if not prompts[number].messages:
+                raise DataError(
+                    f"prompt {number} of {split} is a plain text, but an environment answers in "
+                    "conversations; give messages, or set model.data.apply_chat_template=true",
+                    key="data.prompt.no_conversation",
+                )
 
 
 def build_sampler(cfg: TrainConfig, train_set: PromptDataset) -> PromptSampler:

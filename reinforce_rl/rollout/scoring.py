@@ -260,6 +260,8 @@ def request_about(
         messages=tuple(prompt.messages for prompt in repeated),
         metadata=tuple(prompt.metadata for prompt in repeated),
         finished=tuple(reason == FINISH_STOP for reason in completions.finish_reasons),
+        environment_rewards=completions.environment_rewards,
+        environment_faults=completions.environment_faults,
     )
 
 

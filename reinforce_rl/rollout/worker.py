@@ -23,6 +23,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.policy.build import build_actor, generator_mesh
 from reinforce_rl.rewards.sources import connect_to_reward_servers
+from reinforce_rl.rollout.episodes import play_episodes, started_environment
 from reinforce_rl.rollout.generator_rank import GeneratorRank
 from reinforce_rl.rollout.messages import Register
 from reinforce_rl.rollout.rendezvous import RENDEZVOUS, RENDEZVOUS_FILE, RendezvousInfo
@@ -119,9 +120,11 @@ def _answer_trainers(
             monitor = SilentMonitor(cfg.exp_manager.explicit_log_dir, notes=notes)
             rm = connect_to_reward_servers(cfg, mesh, tokenizer, monitor)
             stack.callback(rm.close)
+            environment = stack.enter_context(started_environment(cfg, mesh))
             control.phases.begin("loading the model")
             model = build_actor(cfg, mesh, tokenizer, trains=False, with_reference=False)
             stack.callback(model.generator.close)
+            play_episodes(model, environment, cfg)
         except ReinforceError as error:
             rank.fail(error)
             return

@@ -55,6 +55,7 @@ MEANING = re.compile(
     r"|max_staleness$|rollout_order$|inflight_updates$"
     r"|reward$|reward_function\.(name|kwargs|weight|more_functions)$"
     r"|remote_rm\.(reward_model\.weight|more_reward_models)$"
+    r"|environment\.(name|kwargs|max_turns|max_episode_tokens)$"
 )
 LENGTH = re.compile(r"trainer\.reinforce\.max_(steps|epochs)$")
 # Keys that may differ at every start and do not affect results.
@@ -282,9 +283,9 @@ def _line(cfg: TrainConfig, step: int) -> dict[str, Any]:
 
 
 def files_of_functions(cfg: TrainConfig) -> dict[str, str | None]:
-    """Return a digest of the file of each reward function or class, by its dotted name."""
+    """Return a digest of the file of each function or class of the user's, by its dotted name."""
     names = [section.name for section in cfg.reward_functions.values()]
-    names.append(cfg.reward_class)
+    names += [cfg.reward_class, cfg.environment.name]
     return {name: _file_digest(name) for name in names if name}
 
 

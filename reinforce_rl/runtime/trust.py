@@ -93,6 +93,7 @@ def authorities(
         settings += _of_data(cfg)
     if rewards:
         settings += _of_functions(cfg)
+        settings += _of_environment(cfg)
         settings += _of_servers(cfg)
     if generation and cfg.generation not in GENERATIONS:
         settings.append(
@@ -144,6 +145,20 @@ def _of_functions(cfg: TrainConfig) -> Iterator[Authority]:
     if functions and section.num_workers > MOST_WORKERS:
         effect = f"processes of functions, {_expected(MOST_WORKERS)}"
         yield Authority("reward_function.num_workers", section.num_workers, effect)
+
+
+def _of_environment(cfg: TrainConfig) -> Iterator[Authority]:
+    environment = cfg.environment
+    if not cfg.has_environment:
+        return
+    yield Authority("environment.name", environment.name, "code that answers the policy")
+    if environment.kwargs:
+        yield Authority("environment.kwargs", environment.kwargs, "arguments of that code")
+    if environment.variables:
+        yield Authority("environment.variables", environment.variables, "variables that it sees")
+    if environment.num_workers > MOST_WORKERS:
+        effect = f"replies at a time, {_expected(MOST_WORKERS)}"
+        yield Authority("environment.num_workers", environment.num_workers, effect)
 
 
 def _of_servers(cfg: TrainConfig) -> Iterator[Authority]:

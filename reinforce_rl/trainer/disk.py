@@ -84,10 +84,8 @@ def disk_need(cfg: TrainConfig, size: ModelSize, steps: int) -> DiskNeed:
     checkpoints = min(saving.keep_last + saving.keep_best + 1, saves)
     export = size.parameters * weight if saving.save_hf_on_train_end else 0
     every = cfg.exp_manager.record_tokens_every
-    rollout = cfg.model.reinforce
-    response_tokens = (
-        rollout.num_rollout_samples * rl.num_rollouts_per_prompt * rollout.length_params.max_length
-    )
+    samples = cfg.model.reinforce.num_rollout_samples * rl.num_rollouts_per_prompt
+    response_tokens = samples * cfg.max_response_tokens
     steps_with_tokens = steps // every if every else 0
     records = (
         steps * (RECORD_FILE_BYTES + response_tokens * RECORD_TEXT_BYTES)

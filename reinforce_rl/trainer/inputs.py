@@ -144,4 +144,4 @@ def _prompts_can_be_read(cfg: TrainConfig) -> bool:
         resolve_data_prefix(cfg.model.data.data_prefix.model_dump())
     except ConfigError:
         return False
-    return cfg.model.max_prompt_tokens >= 1 and cfg.model.data.too_long in ("refuse", "skip")
+    return cfg.max_prompt_tokens >= 1 and cfg.model.data.too_long in ("refuse", "skip")

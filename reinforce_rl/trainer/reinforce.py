@@ -207,7 +207,7 @@ class ReinforceTrainer:
             self.cfg,
             self._baselines,
             step=self.step + 1,
-            max_length=self.model.sampling.max_length,
+            max_length=self.model.max_response_tokens,
             gather_over_ranks=mesh.gather_over_dp,
             rank=mesh.dp_rank,
             sum_over_ranks=mesh.sum_over_dp,
@@ -252,7 +252,7 @@ class ReinforceTrainer:
     def _update_policy(self, batch: ReinforceBatch) -> PolicyUpdate:
         """Make the optimizer steps on a rollout batch; a collective call."""
         mesh = self.model.mesh
-        max_length = self.model.sampling.max_length
+        max_length = self.model.max_response_tokens
         update = PolicyUpdate.on(batch.rollouts)
         mini_batch_rows = mini_batches(
             mesh.gather_over_dp(batch.rollouts.group_ids),

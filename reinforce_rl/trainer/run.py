@@ -41,7 +41,9 @@ from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.step_record import drop_records
 from reinforce_rl.policy.build import build_actor, build_actor_optimizer, configured_mesh
 from reinforce_rl.rewards.base import RewardSource
+from reinforce_rl.rewards.environment_pool import EnvironmentPool
 from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
+from reinforce_rl.rollout.episodes import play_episodes, started_environment
 from reinforce_rl.rollout.generator_pool import GeneratorPool
 from reinforce_rl.rollout.generators import Generators
 from reinforce_rl.rollout.local import LocalRollouts
@@ -117,11 +119,13 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
                 monitor.note(mesh.layout.grid())
             rm = None
             pool = None
+            environment = None
             if cfg.placement == "colocated":
                 control.phases.begin("waiting for the reward server", has_deadline=True)
                 rm = stack.enter_context(
                     contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor))
                 )
+                environment = stack.enter_context(started_environment(cfg, mesh))
             else:
                 control.phases.begin("waiting for the generators")
                 with mesh.raise_on_all_ranks():
@@ -130,7 +134,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
                             contextlib.closing(open_pool(cfg, mesh, role, monitor, control))
                         )
             trainer = build_trainer(
-                cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint, control, pool
+                cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint, control, pool, environment
             )
             trainer.wandb_run_id = wandb_run_id
             if mesh.is_main:
@@ -184,7 +188,7 @@ def result_bounds(cfg: TrainConfig) -> ResultBounds:
     """Return the bounds on the results of this run's generators."""
     return ResultBounds(
         vocab_size=Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size,
-        max_length=cfg.model.reinforce.length_params.max_length,
+        max_length=cfg.max_response_tokens,
         sources=names_of_scores(cfg),
         # TensorRT-LLM reports none with an empty response, and another generator may report none at
         # all.
@@ -286,10 +290,13 @@ def build_trainer(
     checkpoint: Checkpoint | None = None,
     control: RunControl | None = None,
     pool: GeneratorPool | None = None,
+    environment: EnvironmentPool | None = None,
 ) -> ReinforceTrainer:
     """Build actor, optimizer and trainer, and restore `checkpoint` if given.
 
-    `pool` is the generators' on rank 0, else None.
+    Args:
+        pool: the generators' on rank 0, else None.
+        environment: None if there is none, or if others generate.
     """
     phases = control.phases if control else PhaseTracker()
     phases.listen(monitor.phase)
@@ -298,6 +305,7 @@ def build_trainer(
     phases.begin("loading the model")
     # copies the reference, so it comes before the checkpoint
     model = build_actor(cfg, mesh, tokenizer)
+    play_episodes(model, environment, cfg)
     optimizer = build_actor_optimizer(cfg, model, updates)
     saving = cfg.exp_manager.checkpoint_callback_params
     duration = cfg.exp_manager.max_time_per_run

@@ -74,7 +74,7 @@ def test_a_right_configuration_loads(folder):
     assert config.trainer.precision == "bf16"
     assert config.model.optim.lr == 1.0
     assert isinstance(config.model.optim.lr, float)
-    assert config.model.max_prompt_tokens == 48
+    assert config.max_prompt_tokens == 48
     assert config.model.data.data_prefix.train == str(folder / "train.jsonl")
 
 

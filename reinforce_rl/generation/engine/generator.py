@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -133,7 +133,7 @@ class EngineGenerator:
         self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int
     ) -> Completions:
         """See `Generator.generate`. Lost requests are retried once with the same seed."""
-        self._check_lengths(prompts, params)
+        self._check_lengths((len(prompt.tokens), params.max_length) for prompt in prompts)
         requests = requests_of(prompts, num_samples, params, seed, self._pad_id)
         answers = self._with_one_restart(lambda: self._together(partial(_answers, requests)))
         lost = [row for row, answer in enumerate(answers) if answer.fault is not None]
@@ -150,10 +150,12 @@ class EngineGenerator:
 
         A lost request is retried once; after a restart, all unfinished responses are.
         """
-        self._check_lengths([response.prompt for response in responses], params)
+        self._check_lengths(
+            (len(response.prompt.tokens), response.max_length(params)) for response in responses
+        )
         results = [
             replace(response, finish_reason=response.finish_reason or FINISH_LENGTH)
-            if len(response.tokens) >= params.max_length
+            if len(response.tokens) >= response.max_length(params)
             else response
             for response in responses
         ]
@@ -240,9 +242,9 @@ class EngineGenerator:
             for shape, data in outputs
         ] or None
 
-    def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+    def _check_lengths(self, lengths: Iterable[tuple[int, int]]) -> None:
         limit = self._arguments.max_seq_len
-        check_lengths(prompts, params, limit, f"model.encoder_seq_length, which is {limit}")
+        check_lengths(lengths, limit, f"model.encoder_seq_length, which is {limit}")
 
     def _completions(self, answers: Sequence[Answer], params: SamplingParams) -> Completions:
         cut = [self._cut_at_end_string(answer, params.end_strings) for answer in answers]

@@ -36,7 +36,7 @@ def request_of(response: PartialResponse, params: SamplingParams, pad_id: int) -
     if drawn:
         seed = int(sample_seeds(seed, np.array([drawn]), np.array([0]))[0])
     sampling = EngineSampling(
-        max_tokens=params.max_length - drawn,
+        max_tokens=response.max_length(params) - drawn,
         min_tokens=max(0, params.min_length - drawn),
         seed=seed,
         temperature=None if params.use_greedy else params.temperature,

@@ -58,7 +58,7 @@ class Responses:
         before = [len(response.tokens) for response in begun]
         self._params = params
         self._tokenizer = tokenizer
-        width = params.max_length - min(before)
+        width = max(response.max_length(params) - len(response.tokens) for response in begun)
         self._stops = torch.tensor(params.stop_token_ids, dtype=torch.long, device=device)
         self._tokens = torch.full(
             (rows, width), pad_id_of(tokenizer), dtype=torch.long, device=device
@@ -193,7 +193,7 @@ class Responses:
             versions = [
                 old for (old, start), (_, end) in pairwise(marks) for _ in range(end - start)
             ]
-            is_full = len(response.tokens) + length == self._params.max_length
+            is_full = len(response.tokens) + length == response.max_length(self._params)
             responses.append(
                 replace(
                     response,
@@ -253,7 +253,10 @@ class Decoding:
         self._prompts = [(*begun[row].prompt.tokens, *begun[row].tokens) for row in firsts]
         lengths = [len(tokens) for tokens in self._prompts]
         before = [len(response.tokens) for response in begun]
-        limits = [params.max_length - count for count in before]
+        limits = [
+            response.max_length(params) - count
+            for response, count in zip(begun, before, strict=True)
+        ]
         self._schedule = Schedule(lengths, samples, max(limits), max_tokens, limits)
         self._sizes = self._schedule.slots, max(lengths), self._schedule.rows, max(limits)
         self._limits = torch.tensor(limits, device=self._device)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from reinforce_rl.megatron.model.model import CausalLM
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 _STEPS = 8  # between two checks for finished rows
 _SMALL = (1, 2, 4, 8, 16)  # supported row counts; above them multiples of the next constant
 _MULTIPLE = 32
@@ -97,10 +98,8 @@ class NativeGenerator:
         keeps the results the same.
         """
         mesh = self._lm.mesh
-        self._check(prompts, params)
-        per_rank = -(-len(prompts) // mesh.cp_size)
-        local_prompts = prompts[mesh.cp_rank * per_rank : (mesh.cp_rank + 1) * per_rank]
-        begun = new_responses(local_prompts, num_samples, seed)
+        self._check((len(prompt.tokens), params.max_length) for prompt in prompts)
+        begun = new_responses(self._share(prompts), num_samples, seed)
         completions = self._decode(begun, params, watch).finish() if begun else None
         if mesh.cp_size == 1 and completions is not None:
             return completions
@@ -110,27 +109,39 @@ class NativeGenerator:
     def resume(
         self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> list[PartialResponse]:
-        """See `Generator.resume`; not with context parallelism.
+        """See `Generator.resume`.
 
         At "load" the prompts are read again; keys and values of response tokens are kept.
+        Context-parallel ranks split the responses, so there `updates` must not communicate.
         """
-        self._check([response.prompt for response in responses], params)
+        mesh = self._lm.mesh
+        self._check(
+            (len(response.prompt.tokens), response.max_length(params)) for response in responses
+        )
         results = list(responses)
         rows = [row for row, response in enumerate(responses) if response.finish_reason is None]
         # The sort is stable: responses with tokens come first, then prompt by prompt.
         rows.sort(key=lambda row: not responses[row].tokens)
-        if rows:
-            version = updates.version
-            made = self._decode(
-                [responses[row] for row in rows], params, None, updates
-            ).collect_responses(version)
-            for row, response in zip(rows, made, strict=True):
-                results[row] = response
+        version = updates.version
+        begun = [responses[row] for row in self._share(rows)]
+        made: list[PartialResponse] = []
+        if begun:
+            made = self._decode(begun, params, None, updates).collect_responses(version)
+        if mesh.cp_size > 1:
+            made = [response for part in mesh.gather_over_cp(made) for response in part]
+        for row, response in zip(rows, made, strict=True):
+            results[row] = response
         return results
 
-    def _check(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+    def _share(self, items: Sequence[T]) -> Sequence[T]:
+        """Return this context-parallel rank's share."""
+        mesh = self._lm.mesh
+        per_rank = -(-len(items) // mesh.cp_size)
+        return items[mesh.cp_rank * per_rank : (mesh.cp_rank + 1) * per_rank]
+
+    def _check(self, lengths: Iterable[tuple[int, int]]) -> None:
         limit = self._lm.architecture.max_positions
-        check_lengths(prompts, params, limit, f"the model's {limit} positions")
+        check_lengths(lengths, limit, f"the model's {limit} positions")
 
     @torch.no_grad()
     def _decode(

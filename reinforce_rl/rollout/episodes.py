@@ -1,0 +1,371 @@
+"""Episodes of several turns: the policy and an environment answer each other.
+
+An episode is one row of a batch. Its response is answer, environment, answer, ...; `policy_mask`
+tells whose each token is. No token of it is decoded and encoded again, see `data.turns`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.data.conversation import Conversation
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP
+from reinforce_rl.data.rendering import ChatRenderer
+from reinforce_rl.data.tokenizer import decode_all, pad_id_of
+from reinforce_rl.data.turns import next_turn
+from reinforce_rl.errors import DataError, ReinforceError
+from reinforce_rl.generation.base import (
+    Generator,
+    PartialResponse,
+    SamplingParams,
+    WeightUpdates,
+)
+from reinforce_rl.generation.native.sampling import sample_seeds
+from reinforce_rl.generation.responses import new_responses
+from reinforce_rl.rewards.environment_pool import EnvironmentPool, Turn
+
+if TYPE_CHECKING:
+    from reinforce_rl.megatron.mesh import Mesh
+    from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.5
+_START_OF_PROMPT = (1 << 40) + 1  # beside the numbers of samples, as a key of random numbers
+# What a key of a sample is for.
+_LATER_TURNS = 1
+_ENVIRONMENT = 2
+_REWRITTEN = (
+    "the chat template writes earlier turns in another way once they are answered, as one that "
+    "leaves out earlier thoughts does, so that the next turn would continue what the policy has "
+    "not read; switch off its thoughts with model.data.chat_template_kwargs, or use another "
+    "model"
+)
+
+
+@dataclass
+class Episode:
+    """An episode that is being played; lists have one entry per token of its response."""
+
+    number: int
+    prompt: Prompt
+    key: int  # noise key, uint64
+    conversation: Conversation  # up to the next answer
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)  # 0 on the environment's tokens
+    is_policy: list[bool] = field(default_factory=list)
+    turns: int = 0  # answers so far
+    reward: float = 0.0  # of the turns so far
+    finish_reason: str | None = None  # None: under way
+    fault: str | None = None  # why the environment failed
+
+    def next_answer(self, max_tokens: int) -> PartialResponse:
+        """Return the empty answer of the next turn, in an episode of `max_tokens`."""
+        key = self.key
+        if self.turns:
+            key = int(sample_seeds(key, np.array([self.turns]), np.array([_LATER_TURNS]))[0])
+        history = replace(self.prompt, tokens=(*self.prompt.tokens, *self.tokens))
+        return PartialResponse(history, key, limit=max_tokens - len(self.tokens))
+
+    def add_answer(self, answer: PartialResponse) -> None:
+        self.tokens += answer.tokens
+        self.log_probs += answer.log_probs
+        self.is_policy += [True] * len(answer.tokens)
+        self.turns += 1
+
+    def add_environment(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.log_probs += [0.0] * len(tokens)
+        self.is_policy += [False] * len(tokens)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an environment's reply means for an episode."""
+
+    reward: float = 0.0
+    fault: str | None = None  # the environment failed: the episode ends and is left out
+    tokens: tuple[int, ...] = ()  # between this answer and the next; empty if there is none
+    conversation: Conversation | None = None  # up to the next answer
+
+
+class EpisodeGenerator:
+    """A `Generator` whose completions are whole episodes.
+
+    In each round the unfinished episodes get an answer each, then the environment's replies.
+
+    Args:
+        generator: draws the answers.
+        environment: started on model-parallel rank 0, which alone asks it.
+        vocab_size: of the model.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        environment: EnvironmentPool,
+        renderer: ChatRenderer,
+        mesh: Mesh,
+        *,
+        vocab_size: int,
+        max_turns: int,
+        max_tokens: int,
+        skip_special_tokens: bool = True,
+    ):
+        self._generator = generator
+        self._environment = environment
+        self._renderer = renderer
+        self._mesh = mesh
+        self._vocab_size = vocab_size
+        self._max_turns = max_turns
+        self._max_tokens = max_tokens
+        self._skip_special_tokens = skip_special_tokens
+        self._numbers = count()
+
+    @property
+    def is_exact(self) -> bool:
+        return self._generator.is_exact
+
+    def awake(self) -> AbstractContextManager[None]:
+        return self._generator.awake()
+
+    def refit(self) -> None:
+        self._generator.refit()
+
+    def close(self) -> None:
+        self._generator.close()
+
+    def resume(
+        self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
+    ) -> list[PartialResponse]:
+        """Extend single answers, as the generator itself does."""
+        return self._generator.resume(responses, params, updates)
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int
+    ) -> Completions:
+        """See `Generator.generate`; a completion is an episode.
+
+        Answers and the environment's random numbers are keyed by (seed, prompt id, sample, turn).
+
+        Raises:
+            EnvironmentProcessError: no process of the environment could be started.
+        """
+        episodes = self._begin(prompts, num_samples, seed)
+        unfinished = episodes
+        try:
+            while unfinished:
+                answers = [episode.next_answer(self._max_tokens) for episode in unfinished]
+                answers = self._generator.resume(answers, params, _SameWeights())
+                self._play_turn(unfinished, answers, params.stop_token_ids)
+                unfinished = [episode for episode in unfinished if episode.finish_reason is None]
+        finally:
+            for episode in unfinished:
+                self._environment.end(episode.number)
+        return _completions_of(episodes, pad_id_of(self._renderer.tokenizer))
+
+    def _begin(self, prompts: Sequence[Prompt], num_samples: int, seed: int) -> list[Episode]:
+        responses = new_responses(prompts, num_samples, seed)
+        episodes = [
+            Episode(
+                next(self._numbers),
+                response.prompt,
+                response.key,
+                Conversation.of_record(response.prompt.messages, response.prompt.metadata),
+            )
+            for response in responses
+        ]
+
+        def begin() -> None:
+            for episode in episodes:
+                prompt = episode.prompt
+                start = sample_seeds(seed, np.array([prompt.id]), np.array([_START_OF_PROMPT]))
+                later = sample_seeds(episode.key, np.array([0]), np.array([_ENVIRONMENT]))
+                self._environment.begin(
+                    episode.number,
+                    prompt.metadata,
+                    prompt_key=int(start[0]),
+                    sample_key=int(later[0]),
+                )
+
+        self._on_rank_0(begin)
+        return episodes
+
+    def _play_turn(
+        self,
+        episodes: Sequence[Episode],
+        answers: Sequence[PartialResponse],
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        """Add answers to their episodes, and what the environment replies to them."""
+        asked = []
+        for episode, answer in zip(episodes, answers, strict=True):
+            episode.add_answer(answer)
+            if all(0 <= token < self._vocab_size for token in answer.tokens):
+                asked.append((episode, answer))
+            else:
+                episode.finish_reason = FINISH_OUTSIDE
+        outcomes = self._on_rank_0(lambda: self._outcomes(asked, stop_token_ids))
+        for (episode, answer), outcome in zip(asked, outcomes, strict=True):
+            self._take_outcome(episode, answer, outcome)
+        for episode in episodes:
+            if episode.finish_reason is not None:
+                self._environment.end(episode.number)
+
+    def _outcomes(
+        self, asked: Sequence[tuple[Episode, PartialResponse]], stop_token_ids: Sequence[int]
+    ) -> list[Outcome]:
+        """Give the answers to the environment; return what its replies mean, in order."""
+        # the token that ended each answer, which is no part of its text
+        stop_ids = [
+            answer.tokens[-1] if answer.tokens and answer.tokens[-1] in stop_token_ids else None
+            for _, answer in asked
+        ]
+        written = [
+            answer.tokens if stop_id is None else answer.tokens[:-1]
+            for (_, answer), stop_id in zip(asked, stop_ids, strict=True)
+        ]
+        texts = decode_all(
+            self._renderer.tokenizer, written, skip_special_tokens=self._skip_special_tokens
+        )
+        for (episode, _), text in zip(asked, texts, strict=True):
+            self._environment.answer(episode.number, text)
+        turns: dict[int, Turn] = {}
+        while self._environment.under_way:
+            for turn in self._environment.replies(_POLL_SECONDS):
+                turns[turn.episode] = turn
+        return [
+            self._outcome(
+                episode,
+                turns[episode.number],
+                text,
+                stop_id,
+                is_last=answer.finish_reason != FINISH_STOP or episode.turns == self._max_turns,
+            )
+            for (episode, answer), text, stop_id in zip(asked, texts, stop_ids, strict=True)
+        ]
+
+    def _outcome(
+        self, episode: Episode, turn: Turn, text: str, stop_id: int | None, *, is_last: bool
+    ) -> Outcome:
+        """Return what a reply to an answer means; `is_last` ends the episode whatever it is."""
+        if turn.fault:
+            quoted = f": {' '.join(turn.text.split())}" if turn.text else ""
+            return Outcome(fault=f"the environment failed: {turn.fault}{quoted}")
+        if turn.is_end or is_last:
+            return Outcome(turn.reward)
+        try:
+            following = next_turn(
+                self._renderer, episode.conversation, text, turn.messages, stop_id=stop_id
+            )
+        except DataError as error:
+            return Outcome(fault=f"the environment's messages cannot be used: {error}")
+        if not following.continues:
+            return Outcome(fault=_REWRITTEN)
+        return Outcome(turn.reward, None, tuple(following.tokens), following.conversation)
+
+    def _take_outcome(self, episode: Episode, answer: PartialResponse, outcome: Outcome) -> None:
+        episode.reward += outcome.reward
+        episode.fault = outcome.fault
+        if outcome.conversation is None:
+            episode.finish_reason = answer.finish_reason
+        elif len(episode.tokens) + len(outcome.tokens) >= self._max_tokens:
+            # No room for a further answer, so nobody would read what the environment wrote.
+            episode.finish_reason = FINISH_LENGTH
+        else:
+            episode.conversation = outcome.conversation
+            episode.add_environment(outcome.tokens)
+
+    def _on_rank_0(self, action: Callable[[], T]) -> T:
+        """Run `action` on model-parallel rank 0; all ranks of the block return or raise alike."""
+        result: T | None = None
+        failure: ReinforceError | None = None
+        if self._mesh.is_model_parallel_rank_0:
+            try:
+                result = action()
+            except ReinforceError as error:
+                failure = error
+        result, failure = self._mesh.from_model_parallel_rank_0((result, failure))
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[return-value]
+
+
+class _SameWeights:
+    """`WeightUpdates` of a call during which no weights arrive."""
+
+    version = 0
+
+    def next_action(self, unfinished: int) -> Literal["continue", "load", "stop"]:
+        return "continue"
+
+    def load(self) -> None:
+        raise RuntimeError("no weights arrive during this call")
+
+
+def _completions_of(episodes: Sequence[Episode], pad_id: int) -> Completions:
+    rewards = [episode.reward if episode.fault is None else math.nan for episode in episodes]
+
+    def padded(rows: Iterable[Sequence[Any]], dtype: torch.dtype, value: float) -> Tensor:
+        tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+        if not tensors:
+            return torch.zeros((0, 0), dtype=dtype)
+        return pad_sequence(tensors, batch_first=True, padding_value=value)
+
+    return Completions(
+        tokens=padded((episode.tokens for episode in episodes), torch.long, pad_id),
+        lengths=torch.tensor([len(episode.tokens) for episode in episodes], dtype=torch.long),
+        finish_reasons=tuple(episode.finish_reason or FINISH_LENGTH for episode in episodes),
+        log_probs=padded((episode.log_probs for episode in episodes), torch.float32, 0.0),
+        policy_mask=padded((episode.is_policy for episode in episodes), torch.bool, False),
+        environment_rewards=torch.tensor(rewards, dtype=torch.float32),
+        environment_faults=tuple(episode.fault for episode in episodes),
+    )
+
+
+@contextlib.contextmanager
+def started_environment(cfg: TrainConfig, mesh: Mesh) -> Iterator[EnvironmentPool | None]:
+    """Start the environment that a configuration names on model-parallel rank 0; None without one.
+
+    Raises:
+        ConfigError: the environment cannot be loaded; on all ranks.
+    """
+    if not cfg.has_environment:
+        yield None
+        return
+    environment = EnvironmentPool(cfg.environment)
+    with contextlib.closing(environment):
+        with mesh.raise_on_all_ranks():
+            if mesh.is_model_parallel_rank_0:
+                environment.start()
+        yield environment
+
+
+def play_episodes(
+    model: MegatronGPTReinforceActorModel, environment: EnvironmentPool | None, cfg: TrainConfig
+) -> None:
+    """Let an environment answer what the model generates; without one, do nothing."""
+    if environment is None:
+        return
+    model.generator = EpisodeGenerator(
+        model.generator,
+        environment,
+        ChatRenderer(model.tokenizer, cfg.model.data.template_options("model.data.")),
+        model.mesh,
+        vocab_size=model.lm.architecture.vocab_size,
+        max_turns=cfg.environment.max_turns,
+        max_tokens=cfg.environment.max_episode_tokens,
+        skip_special_tokens=cfg.model.reinforce.skip_special_tokens,
+    )

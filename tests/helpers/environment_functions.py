@@ -1,0 +1,45 @@
+"""Environments for tests; their host imports them by their names in this module."""
+
+from __future__ import annotations
+
+import random
+
+from reinforce_rl.rewards.environment import Reply
+
+
+def odd_letters(answer: str, record: dict, rng: random.Random) -> Reply:
+    """Reply twice on average: with the record's word and a digit that differs between samples."""
+    reward = len(answer) % 3 / 4
+    if len(answer) % 2:
+        return Reply(reward=reward)
+    return Reply(f"{record.get('word', 'on')} {rng.randint(0, 9)}", reward=reward)
+
+
+def graded_once(answer: str, record: dict, rng: random.Random) -> Reply:
+    """End every episode after its first answer; the reward is `length_parity`'s."""
+    return Reply(reward=length_parity(answer))
+
+
+def length_parity(answer: str) -> float:
+    return len(answer) % 2 + answer.count("e") / 8
+
+
+def parity_reward(prompt: str, response: str, record: dict) -> float:
+    """A reward function that gives what `graded_once` gives."""
+    return length_parity(response)
+
+
+class FailsAtTheSecond:
+    """Raise at the second answer of the prompts whose record says so."""
+
+    def __init__(self, record: dict, rng: random.Random):
+        self._fails = record["fails"]
+        self._answers = 0
+
+    def __call__(self, answer: str) -> Reply:
+        self._answers += 1
+        if self._answers < 2:
+            return Reply("once more", reward=1.0)
+        if self._fails:
+            raise KeyError("no table")
+        return Reply(reward=1.0)

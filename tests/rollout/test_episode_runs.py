@@ -1,0 +1,131 @@
+"""Runs with an environment: what one turn equals, resuming, failures, faults of the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.errors import keys_of
+from helpers.models import tiny_llama_folder
+from helpers.tiny_run import compose, metrics_of, rollouts_of, tiny_overrides, without_times
+
+from reinforce_rl.config.load import load_config
+from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.trainer.run import train
+from reinforce_rl.utils.files import write_json_lines
+
+ENVIRONMENTS = "helpers.environment_functions"
+# A random model rarely draws the end token, and an answer that is cut ends its episode.
+ENDS = "[e,t,a,o,i,n,s,h,r]"
+
+
+def overrides_of(folder: Path, environment: str, *more: str) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    if not (folder / "model").exists():
+        tiny_llama_folder(folder / "model", vocab_size=128, layers=1, hidden=16, ffn=32)
+    overrides = tiny_overrides(folder)
+    for name, count in (("train", 8), ("validation", 3)):
+        lines = [
+            {"messages": [{"role": "user", "content": "hi" * (1 + i % 3)}], "word": f"w{i}"}
+            for i in range(count)
+        ]
+        write_json_lines(folder / f"{name}.jsonl", lines)
+    overrides += [
+        "model.encoder_seq_length=128",
+        "trainer.reinforce.val_check_interval=2",
+        "trainer.reinforce.num_rollouts_per_prompt=3",
+        f"model.reinforce.sampling_params.end_strings={ENDS}",
+        f"model.reinforce.val_sampling_params.end_strings={ENDS}",
+    ]
+    if environment:
+        overrides += [
+            "reward=environment",
+            f"environment.name={ENVIRONMENTS}.{environment}",
+            "environment.max_episode_tokens=96",
+        ]
+    return [*overrides, *more]
+
+
+def run(folder: Path, environment: str, *more: str) -> list[dict]:
+    train(load_config(compose(*overrides_of(folder, environment, *more))))
+    return [without_times(line) for line in metrics_of(folder)]
+
+
+def test_an_environment_that_ends_at_once_is_a_reward_function(tmp_path):
+    """Bit for bit: noise, advantages and updates of one turn are as without an environment."""
+    episodes = run(tmp_path / "episodes", "graded_once")
+    function = ("reward=function", f"reward_function.name={ENVIRONMENTS}.parity_reward")
+    plain = run(tmp_path / "plain", "", *function)
+    for line, expected in zip(episodes, plain, strict=True):
+        turns = {key: line.pop(key) for key in list(line) if key.endswith("/turns")}
+        assert set(turns.values()) == {1.0}
+        assert line == expected
+
+
+def test_a_run_learns_from_episodes_and_resumes(tmp_path):
+    whole = run(tmp_path / "whole", "odd_letters", "trainer.reinforce.max_epochs=2")
+    assert len(whole) == 5  # with the validation before the first step
+    assert max(line.get("train/turns", 0) for line in whole) > 1
+    steps = ("trainer.reinforce.max_epochs=2", "trainer.reinforce.save_interval=1")
+    run(tmp_path / "cut", "odd_letters", *steps, "trainer.reinforce.max_steps=2")
+    resumed = run(tmp_path / "cut", "odd_letters", *steps)
+    assert resumed[-2:] == whole[-2:]
+    assert rollouts_of(tmp_path / "cut", 4) == rollouts_of(tmp_path / "whole", 4)
+
+
+def test_failed_episodes_are_counted_and_do_not_train(tmp_path):
+    overrides = overrides_of(
+        tmp_path, "FailsAtTheSecond", "trainer.reinforce.max_failed_fraction=1"
+    )
+    lines = [
+        {"messages": [{"role": "user", "content": "hi"}], "fails": i % 4 == 0} for i in range(8)
+    ]
+    write_json_lines(tmp_path / "train.jsonl", lines)
+    write_json_lines(tmp_path / "validation.jsonl", lines[1:4])
+    train(load_config(compose(*overrides, "trainer.reinforce.max_steps=1")))
+    (line,) = [line for line in metrics_of(tmp_path) if "train/rewards" in line]
+    failed = [row for row in rollouts_of(tmp_path, 1) if row["reward"] is None]
+    assert line["train/fraction_of_samples_scored"] == 1 - len(failed) / 12
+    assert 0 < len(failed) < 12
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("environment.name=null", "config.environment.name.missing"),
+        ("environment.name=calculator", "config.environment.name.no_dotted_name"),
+        ("environment.max_episode_tokens=4", "config.max_episode_tokens.below_max_length"),
+        ("environment.max_episode_tokens=128", "config.max_length.no_room_for_prompt"),
+        (
+            "trainer.reinforce.overlong_buffer=2",
+            "config.environment.conflicts_with_overlong_buffer",
+        ),
+        ("rollout_order=finished", "config.environment.conflicts_with_rollout_order"),
+    ],
+)
+def test_faults_of_the_configuration(override, key, tmp_path):
+    with pytest.raises(ConfigError) as raised:
+        load_config(compose(*overrides_of(tmp_path, "odd_letters"), override))
+    assert key in keys_of(raised.value)
+
+
+def test_settings_without_a_name(tmp_path):
+    plain = overrides_of(tmp_path, "", "environment.max_turns=2")
+    with pytest.raises(ConfigError) as raised:
+        load_config(compose(*plain))
+    assert "config.environment.without_name" in keys_of(raised.value)
+
+
+def test_a_plain_prompt_has_no_turns(tmp_path):
+    overrides = overrides_of(tmp_path, "odd_letters")
+    write_json_lines(tmp_path / "train.jsonl", [{"text": "hi"}])
+    with pytest.raises(DataError) as raised:
+        train(load_config(compose(*overrides)))
+    assert raised.value.key == "data.prompt.no_conversation"
+
+
+def test_an_environment_that_cannot_be_loaded_is_said_at_the_start(tmp_path):
+    with pytest.raises(ConfigError) as raised:
+        run(tmp_path, "nothing")
+    assert "environment.name.not_usable" in keys_of(raised.value)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,241 @@
+"""Episodes: rows are what the engine saw, masks say who wrote what, faults are left out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.chat_templates import QWEN3, write_chat_tokenizer
+from helpers.models import tiny_llama_folder
+from helpers.policies import megatron_model
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+
+from reinforce_rl.config.environment import EnvironmentConfig
+from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.data.conversation import Conversation
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP
+from reinforce_rl.data.rendering import ChatRenderer, TemplateOptions
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates
+from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.monitoring.metrics import turns_of
+from reinforce_rl.rewards.environment_pool import EnvironmentPool
+from reinforce_rl.rollout.episodes import EpisodeGenerator
+from reinforce_rl.rollout.scoring import unscored_batch
+
+EOS = 2
+PARAMS = SamplingParams(max_length=6, stop_token_ids=(EOS,))
+ENVIRONMENTS = "helpers.environment_functions"
+
+
+class Scripted:
+    """A generator whose answers are texts of a function of (prompt id, turn), ended by a token.
+
+    It keeps the histories that it was given.
+    """
+
+    is_exact = True
+
+    def __init__(self, renderer: ChatRenderer, answer: Callable[[int, int], str], end: int = EOS):
+        self._renderer = renderer
+        self._answer = answer
+        self._end = end
+        self.histories: dict[int, list[tuple[int, ...]]] = {}
+        self.keys: list[int] = []
+
+    def resume(
+        self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
+    ) -> list[PartialResponse]:
+        answered = []
+        for response in responses:
+            histories = self.histories.setdefault(response.prompt.id, [])
+            histories.append(response.prompt.tokens)
+            self.keys.append(response.key)
+            text = self._answer(response.prompt.id, len(histories))
+            tokens = [*self._renderer.encode(text), self._end][: response.max_length(params)]
+            reason = FINISH_STOP if tokens[-1] == self._end else FINISH_LENGTH
+            log_probs = tuple(-0.5 - number for number in range(len(tokens)))
+            answered.append(
+                replace(response, tokens=tuple(tokens), log_probs=log_probs, finish_reason=reason)
+            )
+        return answered
+
+
+@contextlib.contextmanager
+def episodes_of(
+    generator: Any, renderer: ChatRenderer, mesh: Any, environment: str, **settings: Any
+) -> Iterator[EpisodeGenerator]:
+    sizes = {"max_turns": 4, "max_tokens": 200, "vocab_size": 128, **settings}
+    config = EnvironmentConfig(name=f"{ENVIRONMENTS}.{environment}")
+    with contextlib.closing(EnvironmentPool(config)) as pool:
+        yield EpisodeGenerator(generator, pool, renderer, mesh, **sizes)
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory) -> ChatRenderer:
+    return ChatRenderer(load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))))
+
+
+def chat_prompt(renderer: ChatRenderer, number: int, text: str = "hi", **record: Any) -> Prompt:
+    messages = ({"role": "user", "content": text},)
+    tokens = tuple(renderer.prompt(Conversation(messages)))
+    return Prompt(number, "", tokens, record, messages)
+
+
+def row_of(completions: Completions, row: int) -> list[int]:
+    return completions.tokens[row, : completions.lengths[row]].tolist()
+
+
+def own_tokens(completions: Completions, row: int) -> list[int]:
+    """The tokens of a row that the policy wrote."""
+    assert completions.policy_mask is not None
+    return completions.tokens[row][completions.policy_mask[row]].tolist()
+
+
+def test_a_row_is_the_rendered_conversation(renderer, mesh):
+    """The tokenizer knows single characters, so the template's text has one tokenisation."""
+    generator = Scripted(renderer, lambda prompt, turn: "ab" if turn == 1 else "abc")
+    prompts = [chat_prompt(renderer, number, word="go") for number in (4, 5)]
+    with episodes_of(generator, renderer, mesh, "odd_letters") as episodes:
+        completions = episodes.generate(prompts, 1, PARAMS, seed=1)
+    assert completions.environment_faults == (None, None)
+    assert completions.finish_reasons == (FINISH_STOP, FINISH_STOP)
+    assert completions.environment_rewards is not None
+    assert completions.environment_rewards.tolist() == [0.5 + 0.0] * 2
+    assert completions.environment_faults == (None, None)
+    for row, prompt in enumerate(prompts):
+        whole = [*prompt.tokens, *row_of(completions, row)]
+        text = renderer.tokenizer.decode(whole)
+        assert text.startswith("U: hi<eos>A:ab<eos>U: go ")
+        assert text.endswith("<eos>A:abc<eos>")
+        assert own_tokens(completions, row) == [
+            *(*renderer.encode("ab"), EOS),
+            *(*renderer.encode("abc"), EOS),
+        ]
+        # the second answer continued exactly the first part of the row
+        first, second = generator.histories[prompt.id]
+        assert first == prompt.tokens
+        assert list(second) == whole[: len(second)]
+        assert completions.log_probs is not None and completions.policy_mask is not None
+        assert bool((completions.log_probs[row][~completions.policy_mask[row]] == 0).all())
+    batch = unscored_batch(prompts, completions, pad_id=0)
+    assert turns_of(batch).tolist() == [2, 2]
+    assert len(set(generator.keys)) == 4
+
+
+def test_the_environment_draws_by_prompt_and_sample(renderer, mesh):
+    prompts = [chat_prompt(renderer, number) for number in range(4)]
+
+    def rows(order: list[Prompt]) -> dict[int, list[list[int]]]:
+        generator = Scripted(renderer, lambda prompt, turn: "ab")
+        with episodes_of(generator, renderer, mesh, "odd_letters") as episodes:
+            completions = episodes.generate(order, 2, PARAMS, seed=1)
+        rows = [row_of(completions, row) for row in range(2 * len(order))]
+        return {prompt.id: rows[2 * i : 2 * i + 2] for i, prompt in enumerate(order)}
+
+    one = rows(prompts)
+    assert rows(prompts[::-1]) == one
+    assert rows(prompts[:1])[0] == one[0]
+    assert len({str(row) for pair in one.values() for row in pair}) == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "params", "reason", "answers"),
+    [
+        ({"max_turns": 3}, PARAMS, FINISH_STOP, 3),
+        # an answer has 3 tokens, and the environment writes 10
+        ({"max_tokens": 26}, PARAMS, FINISH_LENGTH, 2),
+        ({"max_tokens": 28}, PARAMS, FINISH_LENGTH, 3),
+        ({}, replace(PARAMS, max_length=2), FINISH_LENGTH, 1),
+    ],
+    ids=["turns", "no room for an answer", "no room for all of it", "answer cut"],
+)
+def test_where_an_episode_ends(settings, params, reason, answers, renderer, mesh):
+    generator = Scripted(renderer, lambda prompt, turn: "ab")
+    with episodes_of(generator, renderer, mesh, "odd_letters", **settings) as episodes:
+        completions = episodes.generate([chat_prompt(renderer, 0)], 1, params, seed=1)
+    assert completions.finish_reasons == (reason,)
+    batch = unscored_batch([chat_prompt(renderer, 0)], completions, pad_id=0)
+    assert turns_of(batch).tolist() == [answers]
+    assert completions.policy_mask is not None
+    assert bool(completions.policy_mask[0, -1])  # nothing behind the last answer
+    assert int(completions.lengths[0]) <= settings.get("max_tokens", 200)
+
+
+def test_failures_of_the_environment_are_left_out(renderer, mesh):
+    prompts = [chat_prompt(renderer, 0, fails=False), chat_prompt(renderer, 1, fails=True)]
+    generator = Scripted(renderer, lambda prompt, turn: "ab")
+    with episodes_of(generator, renderer, mesh, "FailsAtTheSecond") as episodes:
+        completions = episodes.generate(prompts, 1, PARAMS, seed=1)
+    rewards = completions.environment_rewards
+    assert rewards is not None
+    assert rewards[0] == 2.0
+    assert rewards.isnan().tolist() == [False, True]
+    fine, failed = completions.environment_faults
+    assert fine is None
+    assert failed is not None
+    assert failed.startswith("the environment failed: KeyError")
+    assert "no table" in failed
+
+
+def test_a_template_that_drops_thoughts_fails_the_episode(tmp_path, mesh):
+    renderer = ChatRenderer(
+        write_chat_tokenizer(tmp_path, QWEN3), TemplateOptions(kwargs={"enable_thinking": True})
+    )
+    (end,) = renderer.encode("<|im_end|>")
+    params = SamplingParams(max_length=60, stop_token_ids=(end,))
+
+    def fault(text: str) -> str | None:
+        generator = Scripted(renderer, lambda prompt, turn: text, end)
+        with episodes_of(generator, renderer, mesh, "odd_letters", vocab_size=1000) as episodes:
+            completions = episodes.generate([chat_prompt(renderer, 0)], 1, params, seed=1)
+        return completions.environment_faults[0]
+
+    assert fault("ab") is None
+    thought = fault("<think>hm</think>a")
+    assert thought is not None
+    assert "earlier thoughts" in thought
+
+
+def test_a_token_outside_the_vocabulary_ends_the_episode(renderer, mesh):
+    generator = Scripted(renderer, lambda prompt, turn: "ab", end=900)
+    with episodes_of(generator, renderer, mesh, "odd_letters") as episodes:
+        completions = episodes.generate([chat_prompt(renderer, 0)], 1, PARAMS, seed=1)
+    assert completions.finish_reasons == (FINISH_OUTSIDE,)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_llama_folder(
+        tmp_path_factory.mktemp("model"), vocab_size=128, max_positions=256, logit_scale=2.0
+    )
+
+
+def test_log_probs_are_those_of_the_whole_row(model, mesh):
+    """Also for answers of later turns: the engine continued exactly these tokens."""
+    lm = megatron_model(model, mesh, torch.float64)
+    renderer = ChatRenderer(load_tokenizer(model))
+    prompts = [chat_prompt(renderer, number, "hi" * number) for number in range(1, 4)]
+    params = replace(PARAMS, max_length=9, stop_token_ids=tuple(range(2, 50)))
+    native = NativeGenerator(lm, renderer.tokenizer, use_graphs=False)
+    with episodes_of(native, renderer, mesh, "odd_letters") as episodes:
+        completions = episodes.generate(prompts, 4, params, seed=2)
+    batch = unscored_batch(prompts, completions, pad_id=0)
+    assert turns_of(batch).max() > 1
+    assert batch.generator_log_probs is not None
+    for row in range(12):
+        start = int(batch.prompt_lengths[row])
+        end = start + int(batch.response_lengths[row])
+        with torch.no_grad():
+            hidden = lm(batch.sequences[row : row + 1, :end])
+            logits = lm.full_logits(hidden[0])
+        expected = torch.log_softmax(logits.double(), -1)[start - 1 : end - 1]
+        of_tokens = expected.gather(1, batch.sequences[row, start:end, None])[:, 0]
+        mask = batch.response_mask[row, : end - start]
+        reported = batch.generator_log_probs[row, : end - start]
+        assert reported[mask].tolist() == pytest.approx(of_tokens[mask].tolist(), abs=1e-5)
