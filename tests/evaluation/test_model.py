@@ -72,7 +72,7 @@ def test_its_configuration_is_the_trainers_with_what_only_training_reads_at_its_
 ) -> None:
     cfg = inference_config(folder / "model", [*SHORT, "model.tensor_model_parallel_size=1"])
     assert cfg.model.encoder_seq_length == 16
-    assert cfg.model.max_prompt_tokens == 11, "the model's own context"
+    assert cfg.max_prompt_tokens == 11, "the model's own context"
     assert cfg.trainer.reinforce.initial_policy_kl_penalty == 0, "no reference is kept"
     with_data = inference_config(folder / "model", SHORT, data=folder / "validation.jsonl")
     assert len(build_datasets(with_data, load_tokenizer(folder / "model")).validation or ()) == 3
