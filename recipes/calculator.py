@@ -27,14 +27,13 @@ from reinforce_rl.rewards.environment import Reply
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM = (
-    "You have a calculator. Write <calc>EXPRESSION</calc> and nothing else to use it. When you "
-    "know the value, write Answer: VALUE."
+    "You have a calculator. Write <calc>EXPRESSION</calc> to use it. When you know the value, "
+    "write it."
 )
+# It shows how to call the calculator, but not what to do with its value.
 EXAMPLE = (
-    {"role": "user", "content": "What is 120 * 4?"},
-    {"role": "assistant", "content": "<calc>120 * 4</calc>"},
-    {"role": "user", "content": "The calculator says 480."},
-    {"role": "assistant", "content": "Answer: 480"},
+    {"role": "user", "content": "What is 17 + 25?"},
+    {"role": "assistant", "content": "<calc>17 + 25</calc>"},
 )
 SIZES = {"train": 320, "validation": 48}
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
@@ -46,8 +45,8 @@ def calculator(answer: str, record: dict[str, Any], rng: random.Random) -> Reply
     call = re.search(r"<calc>(.*?)</calc>", answer, re.DOTALL)
     if call:
         return Reply(f"The calculator says {value_of(call[1])}.")
-    final = re.search(r"Answer: *(-?[\d,]+)", answer)
-    is_right = final is not None and final[1].replace(",", "") == str(record["value"])
+    numbers = re.findall(r"\d[\d,]*", answer)
+    is_right = bool(numbers) and numbers[-1].replace(",", "") == str(record["value"])
     return Reply(reward=float(is_right), is_end=True)
 
 
