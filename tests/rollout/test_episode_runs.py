@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.errors import keys_of
 from helpers.models import tiny_llama_folder
-from helpers.tiny_run import compose, metrics_of, rollouts_of, tiny_overrides, without_times
+from helpers.tiny_run import (
+    compose,
+    largest_difference,
+    metrics_of,
+    rollouts_of,
+    tiny_overrides,
+    without_times,
+)
+from helpers.trainer_processes import TrainerProcesses, assert_equal_runs, has_finished
 
 from reinforce_rl.config.load import load_config
 from reinforce_rl.errors import ConfigError, DataError
@@ -17,6 +27,7 @@ from reinforce_rl.utils.files import write_json_lines
 ENVIRONMENTS = "helpers.environment_functions"
 # A random model rarely draws the end token, and an answer that is cut ends its episode.
 ENDS = "[e,t,a,o,i,n,s,h,r]"
+APART = ("placement=disaggregated", "generation_ranks=1")
 
 
 def overrides_of(folder: Path, environment: str, *more: str) -> list[str]:
@@ -29,7 +40,9 @@ def overrides_of(folder: Path, environment: str, *more: str) -> list[str]:
             {"messages": [{"role": "user", "content": "hi" * (1 + i % 3)}], "word": f"w{i}"}
             for i in range(count)
         ]
-        write_json_lines(folder / f"{name}.jsonl", lines)
+        path = folder / f"{name}_chats.jsonl"
+        write_json_lines(path, lines)
+        overrides.append(f"model.data.data_prefix.{name}={path}")
     overrides += [
         "model.encoder_seq_length=128",
         "trainer.reinforce.val_check_interval=2",
@@ -73,6 +86,74 @@ def test_a_run_learns_from_episodes_and_resumes(tmp_path):
     assert rollouts_of(tmp_path / "cut", 4) == rollouts_of(tmp_path / "whole", 4)
 
 
+@pytest.fixture(scope="module")
+def processes() -> Iterator[TrainerProcesses]:
+    processes = TrainerProcesses()
+    yield processes
+    processes.close()
+
+
+def finish(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int = 1) -> Path:
+    return processes.finish(folder, *overrides_of(folder, "odd_letters"), *overrides, ranks=ranks)
+
+
+@pytest.fixture(scope="module")
+def one_rank(processes, tmp_path_factory) -> Path:
+    return finish(processes, tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layout", ["", "tensor", "pipeline", "context"])
+def test_the_layout_does_not_matter(layout, one_rank, processes, tmp_path):
+    settings = [f"model.{layout}_parallel_size=2"] if layout == "context" else []
+    if layout in ("tensor", "pipeline"):
+        settings = [f"model.{layout}_model_parallel_size=2"]
+    if layout == "pipeline":
+        # the other layouts have one layer, which two stages cannot share
+        alone = tmp_path / "alone"
+        alone.mkdir()
+        tiny_llama_folder(alone / "model", vocab_size=128, layers=2, hidden=16, ffn=32)
+        one_rank = finish(processes, alone)
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "model").symlink_to(alone / "model")
+    folder = finish(processes, tmp_path / "run", *settings, ranks=2)
+    lines = metrics_of(folder)
+    assert len(lines) == len(metrics_of(one_rank))
+    for line, expected in zip(lines, metrics_of(one_rank), strict=True):
+        mine, other = (
+            {key: value for key, value in without_times(each).items() if "padding" not in key}
+            for each in (line, expected)
+        )
+        assert largest_difference(mine, other) < 1e-5
+
+
+@pytest.mark.more
+def test_generator_ranks_play_what_the_trainer_would(one_rank, processes, tmp_path):
+    folder = finish(processes, tmp_path / "apart", *APART, "max_staleness=0", ranks=2)
+    for line, expected in zip(metrics_of(folder), metrics_of(one_rank), strict=True):
+        assert without_times(line) == without_times(expected)
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_survives_kills(processes, tmp_path):
+    """To the same bits: the environment's random numbers are keyed, as all others are."""
+    more = (
+        "trainer.reinforce.save_interval=1",
+        "trainer.reinforce.max_epochs=4",
+        "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
+        *APART,
+    )
+    expected = finish(processes, tmp_path / "whole", *more, ranks=2)
+    killed = tmp_path / "killed"
+    overrides = [*overrides_of(killed, "odd_letters"), *more]
+    draw = random.Random(4)
+    for _ in range(10):
+        if not has_finished(killed):
+            processes.kill_at_random(killed, draw, 0.3, *overrides, ranks=2)
+    finish(processes, killed, *more, ranks=2)
+    assert_equal_runs(killed, expected)
+
+
 def test_failed_episodes_are_counted_and_do_not_train(tmp_path):
     overrides = overrides_of(
         tmp_path, "FailsAtTheSecond", "trainer.reinforce.max_failed_fraction=1"
@@ -80,8 +161,8 @@ def test_failed_episodes_are_counted_and_do_not_train(tmp_path):
     lines = [
         {"messages": [{"role": "user", "content": "hi"}], "fails": i % 4 == 0} for i in range(8)
     ]
-    write_json_lines(tmp_path / "train.jsonl", lines)
-    write_json_lines(tmp_path / "validation.jsonl", lines[1:4])
+    write_json_lines(tmp_path / "train_chats.jsonl", lines)
+    write_json_lines(tmp_path / "validation_chats.jsonl", lines[1:4])
     train(load_config(compose(*overrides, "trainer.reinforce.max_steps=1")))
     (line,) = [line for line in metrics_of(tmp_path) if "train/rewards" in line]
     failed = [row for row in rollouts_of(tmp_path, 1) if row["reward"] is None]
@@ -118,7 +199,7 @@ def test_settings_without_a_name(tmp_path):
 
 def test_a_plain_prompt_has_no_turns(tmp_path):
     overrides = overrides_of(tmp_path, "odd_letters")
-    write_json_lines(tmp_path / "train.jsonl", [{"text": "hi"}])
+    write_json_lines(tmp_path / "train_chats.jsonl", [{"text": "hi"}])
     with pytest.raises(DataError) as raised:
         train(load_config(compose(*overrides)))
     assert raised.value.key == "data.prompt.no_conversation"
