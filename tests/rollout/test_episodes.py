@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.chat_templates import QWEN3, write_chat_tokenizer
+from helpers.chat_templates import LLAMA3, QWEN3, QWEN25, write_chat_tokenizer
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model
 from helpers.tiny_tokenizer import write_tiny_tokenizer
@@ -24,7 +25,7 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.monitoring.metrics import turns_of
-from reinforce_rl.rewards.environment_pool import EnvironmentPool
+from reinforce_rl.rewards.environment_pool import EnvironmentPool, Turn
 from reinforce_rl.rollout.episodes import EpisodeGenerator
 from reinforce_rl.rollout.scoring import unscored_batch
 
@@ -239,3 +240,112 @@ def test_log_probs_are_those_of_the_whole_row(model, mesh):
         mask = batch.response_mask[row, : end - start]
         reported = batch.generator_log_probs[row, : end - start]
         assert reported[mask].tolist() == pytest.approx(of_tokens[mask].tolist(), abs=1e-5)
+
+
+class RandomReplies:
+    """Plays an environment's part in this process: replies at random, now and then the last one."""
+
+    def __init__(self, draw: random.Random, roles: Sequence[str]):
+        self._draw = draw
+        self._roles = roles
+        self._turns: list[Turn] = []
+
+    def begin(self, episode: int, record: Any, **keys: int) -> None:
+        pass
+
+    def answer(self, episode: int, text: str) -> None:
+        draw = self._draw
+        if draw.random() < 0.3:
+            self._turns.append(Turn(episode, is_end=True))
+            return
+        messages = []
+        for _ in range(draw.choice((1, 1, 2))):
+            content = "".join(draw.choices("abc {}\"'\n<>", k=draw.randint(1, 12))).strip() or "x"
+            messages.append({"role": draw.choice(self._roles), "content": content})
+        self._turns.append(Turn(episode, tuple(messages)))
+
+    @property
+    def under_way(self) -> int:
+        return len(self._turns)
+
+    def replies(self, seconds: float) -> list[Turn]:
+        turns = self._turns
+        self._turns = []
+        return turns
+
+    def end(self, episode: int) -> None:
+        pass
+
+
+class RandomAnswers:
+    """A generator of random tokens, control tokens included, that keeps what it was given."""
+
+    is_exact = True
+
+    def __init__(self, draw: random.Random, vocab_size: int, end: int):
+        self._draw = draw
+        self._vocab_size = vocab_size
+        self._end = end
+        self.seen: dict[int, list[int]] = {}  # prompt and answers of each prompt's episode
+
+    def resume(
+        self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
+    ) -> list[PartialResponse]:
+        answered = []
+        for response in responses:
+            draw = self._draw
+            count = draw.randint(0, 6)
+            drawn = [draw.randrange(3, self._vocab_size) for _ in range(count)]
+            tokens = [*(token for token in drawn if token != self._end), self._end]
+            before = self.seen.get(response.prompt.id, [])
+            history = list(response.prompt.tokens)
+            assert history[: len(before)] == before, "what the engine has seen is not changed"
+            self.seen[response.prompt.id] = [*history, *tokens]
+            answered.append(
+                replace(
+                    response,
+                    tokens=tuple(tokens),
+                    log_probs=(-1.0,) * len(tokens),
+                    finish_reason=FINISH_STOP,
+                )
+            )
+        return answered
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "roles", "kwargs"),
+    [
+        pytest.param(LLAMA3, "<|eot_id|>", ("user", "tool"), {}, id="Llama 3"),
+        pytest.param(QWEN25, "<|im_end|>", ("user", "tool"), {}, id="Qwen2.5"),
+        pytest.param(
+            *(QWEN3, "<|im_end|>", ("user",), {"enable_thinking": False}), id="Qwen3, no thoughts"
+        ),
+    ],
+)
+@pytest.mark.parametrize("count", [200, pytest.param(3400, marks=pytest.mark.more)])
+def test_a_row_is_what_the_engine_saw(template, end, roles, kwargs, count, tmp_path, mesh):
+    renderer = ChatRenderer(
+        write_chat_tokenizer(tmp_path, template), TemplateOptions(kwargs=kwargs)
+    )
+    (end_id,) = renderer.encode(end)
+    draw = random.Random(count)
+    size = len(renderer.tokenizer)
+    generator = RandomAnswers(draw, size, end_id)
+    episodes = EpisodeGenerator(
+        generator,  # type: ignore[arg-type]
+        RandomReplies(draw, roles),  # type: ignore[arg-type]
+        renderer,
+        mesh,
+        vocab_size=size,
+        max_turns=5,
+        max_tokens=400,
+    )
+    prompts = [chat_prompt(renderer, number) for number in range(count)]
+    params = SamplingParams(max_length=9, stop_token_ids=(end_id,))
+    completions = episodes.generate(prompts, 1, params, seed=0)
+    faults = [fault for fault in completions.environment_faults if fault is not None]
+    assert not faults, faults[0]
+    for row, prompt in enumerate(prompts):
+        assert [*prompt.tokens, *row_of(completions, row)] == generator.seen[prompt.id]
+    assert completions.policy_mask is not None
+    assert int((~completions.policy_mask).sum()) > count
