@@ -373,6 +373,14 @@ def _environment(cfg: TrainConfig) -> Iterator[Fault]:
             "episodes are played in the order of their prompts: set rollout_order=prompts",
             key="config.environment.conflicts_with_rollout_order",
         )
+    if cfg.model.data.sanitize_control_tokens:
+        yield settings_fault(
+            cfg,
+            ("environment.name", "model.data.sanitize_control_tokens"),
+            "control tokens in an environment's messages are not made texts: set it to false, and "
+            "have the environment remove them from texts that it does not trust",
+            key="config.environment.conflicts_with_sanitize_control_tokens",
+        )
     if rl.overlong_buffer:
         yield settings_fault(
             cfg,

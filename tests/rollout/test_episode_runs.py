@@ -181,6 +181,10 @@ def test_failed_episodes_are_counted_and_do_not_train(tmp_path):
             "trainer.reinforce.overlong_buffer=2",
             "config.environment.conflicts_with_overlong_buffer",
         ),
+        (
+            "model.data.sanitize_control_tokens=true",
+            "config.environment.conflicts_with_sanitize_control_tokens",
+        ),
         ("rollout_order=finished", "config.environment.conflicts_with_rollout_order"),
     ],
 )
