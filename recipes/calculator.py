@@ -45,8 +45,8 @@ def calculator(answer: str, record: dict[str, Any], rng: random.Random) -> Reply
     call = re.search(r"<calc>(.*?)</calc>", answer, re.DOTALL)
     if call:
         return Reply(f"The calculator says {value_of(call[1])}.")
-    numbers = re.findall(r"\d[\d,]*", answer)
-    is_right = bool(numbers) and numbers[-1].replace(",", "") == str(record["value"])
+    numbers = re.findall(r"\d+", answer.replace(",", ""))
+    is_right = numbers[-1:] == [str(record["value"])]
     return Reply(reward=float(is_right), is_end=True)
 
 
@@ -60,9 +60,10 @@ def value_of(expression: str) -> int | str:
 
 def _value(node: ast.expr) -> int:
     if isinstance(node, ast.BinOp):
-        return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand)
+        left = _value(node.left)
+        right = _value(node.right)
+        operation = OPERATORS[type(node.op)]
+        return operation(left, right)
     if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 10**9:
         return node.value
     raise ValueError("expected integers, +, - and *")
@@ -73,7 +74,9 @@ def records(seed: int) -> dict[str, list[dict[str, Any]]]:
     draw = random.Random(seed)
     pairs = set()
     while len(pairs) < sum(SIZES.values()):
-        pairs.add((draw.randint(100, 999), draw.randint(100, 999)))
+        left = draw.randint(100, 999)
+        right = draw.randint(100, 999)
+        pairs.add((left, right))
     shuffled = sorted(pairs)
     draw.shuffle(shuffled)
     parts = {}
@@ -86,7 +89,8 @@ def records(seed: int) -> dict[str, list[dict[str, Any]]]:
 def _record(left: int, right: int) -> dict[str, Any]:
     question = {"role": "user", "content": f"What is {left} * {right}?"}
     system = {"role": "system", "content": SYSTEM}
-    return {"messages": [system, *EXAMPLE, question], "value": left * right}
+    messages = [system, *EXAMPLE, question]
+    return {"messages": messages, "value": left * right}
 
 
 def main() -> None:
@@ -100,9 +104,11 @@ def main() -> None:
     model = prepare_smollm2()
     data = args.out / "data"
     data.mkdir(parents=True, exist_ok=True)
+    files = {}
     for name, part in records(seed=20).items():
-        lines = "".join(json.dumps(record) + "\n" for record in part)
-        (data / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        lines = [json.dumps(record) + "\n" for record in part]
+        files[name] = data / f"{name}.jsonl"
+        files[name].write_text("".join(lines), encoding="utf-8")
     run = args.out / f"seed_{args.seed}"
     command = [sys.executable, "-m", "reinforce_rl", "train"]
     command += ["--config-dir", str(ROOT / "recipes"), "--config-name", "calculator"]
@@ -110,15 +116,18 @@ def main() -> None:
         f"model.seed={args.seed}",
         f"pretrained_checkpoint.restore_from_path={model}",
         f"exp_manager.explicit_log_dir={run}",
-        f"model.data.data_prefix.train={data / 'train.jsonl'}",
-        f"model.data.data_prefix.validation={data / 'validation.jsonl'}",
+        f"model.data.data_prefix.train={files['train']}",
+        f"model.data.data_prefix.validation={files['validation']}",
         *args.overrides,
     ]
     subprocess.run(command, check=True, timeout=SECONDS, cwd=ROOT)
-    accuracies = [
-        line["val/rewards"] for line in read_metrics(run / "metrics.jsonl") if "val/rewards" in line
-    ]
-    print(f"held-out accuracy: {accuracies[0]:.3f} -> {accuracies[-1]:.3f}")
+    accuracies = []
+    for line in read_metrics(run / "metrics.jsonl"):
+        if "val/rewards" in line:
+            accuracies.append(line["val/rewards"])
+    before = accuracies[0]
+    after = accuracies[-1]
+    print(f"held-out accuracy: {before:.3f} -> {after:.3f}")
 
 
 if __name__ == "__main__":

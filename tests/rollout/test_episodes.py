@@ -139,10 +139,10 @@ def test_the_environment_draws_by_prompt_and_sample(renderer, mesh):
         rows = [row_of(completions, row) for row in range(2 * len(order))]
         return {prompt.id: rows[2 * i : 2 * i + 2] for i, prompt in enumerate(order)}
 
-    one = rows(prompts)
-    assert rows(prompts[::-1]) == one
-    assert rows(prompts[:1])[0] == one[0]
-    assert len({str(row) for pair in one.values() for row in pair}) == 8
+    in_order = rows(prompts)
+    assert rows(prompts[::-1]) == in_order
+    assert rows(prompts[:1])[0] == in_order[0]
+    assert len({str(row) for pair in in_order.values() for row in pair}) == 8
 
 
 @pytest.mark.parametrize(
