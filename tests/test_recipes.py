@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +51,7 @@ def run(*command: object, cwd: Path = ROOT) -> str:
 
 def test_each_recipe_is_in_the_table():
     table = (RECIPES / "README.md").read_text(encoding="utf-8")
-    assert NAMES == ["against_trl", "gsm8k", "reverse_text"]
+    assert NAMES == ["against_trl", "calculator", "gsm8k", "reverse_text"]
     for name in NAMES:
         assert f"[{name}.yaml]({name}.yaml)" in table
 
@@ -61,7 +63,7 @@ def test_a_recipe_fits_the_schema(name):
     # models and generated data are not in the repository
     assert [fault for fault in faults if "does not exist" not in fault] == []
     assert config.exp_manager.explicit_log_dir == f"results/recipes/{name}"
-    assert config.reward == "function"
+    assert config.reward == ("environment" if name == "calculator" else "function")
 
 
 def test_trl_gets_the_recipes_own_settings():
@@ -120,6 +122,36 @@ def test_similarity_is_of_the_text_between_tags(response, score):
     )
 
 
+@pytest.mark.parametrize(
+    ("answer", "says", "reward"),
+    [
+        ("<calc>12 * 30</calc>", "The calculator says 360.", 0.0),
+        ("I use <calc> 2+3*4 - 1 </calc> now", "The calculator says 13.", 0.0),
+        ("<calc>__import__('os')</calc>", "The calculator says that it cannot compute this.", 0.0),
+        ("<calc>9 ** 9</calc>", "The calculator says that it cannot compute this.", 0.0),
+        ("<calc>2 * </calc>", "The calculator says that it cannot compute this.", 0.0),
+        ("It is 12 * 30 = 360", None, 1.0),
+        ("The value is 1,360.", None, 0.0),
+        ("I do not know", None, 0.0),
+    ],
+)
+def test_the_calculator_computes_and_grades(answer, says, reward):
+    reply = module("calculator").calculator(answer, {"value": 360}, random.Random(0))
+    assert reply.messages == says
+    assert reply.reward == reward
+    assert reply.is_end == (says is None)
+
+
+def test_products_are_in_one_part_alone():
+    recipe = module("calculator")
+    parts = recipe.records(seed=1)
+    records = [record for part in parts.values() for record in part]
+    questions = {record["messages"][-1]["content"] for record in records}
+    assert {name: len(part) for name, part in parts.items()} == recipe.SIZES
+    assert len(questions) == len(records)
+    assert parts == recipe.records(seed=1)
+
+
 @pytest.fixture
 def tiny(tmp_path) -> Path:
     folder = tmp_path / "tiny"
@@ -161,6 +193,17 @@ def test_a_tiny_warm_up_and_two_steps_of_reverse_text(tiny, tmp_path):
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
         assert 0.0 <= line["train/rewards"] <= 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+def test_a_step_of_the_calculator(tmp_path):
+    size = ("trainer.reinforce.max_steps=1", "model.reinforce.num_rollout_samples=2")
+    validation = ("trainer.reinforce.val_check_interval=1", "model.reinforce.num_val_samples=4")
+    said = run(RECIPES / "calculator.py", "--seed", 5, "--out", tmp_path, *size, *validation)
+    before, after = re.findall(r"held-out accuracy: (\S+) -> (\S+)", said)[-1]
+    assert 0.0 <= float(before) <= 1.0
+    assert 0.0 <= float(after) <= 1.0
 
 
 @needs_peers
