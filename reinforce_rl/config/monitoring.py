@@ -169,6 +169,7 @@ class RulesConfig(Section):
     kl: Action = key("warn", "the KL grows far above its past values")
     entropy: Action = key("warn", "the entropy has collapsed, or doubled")
     truncated: Action = key("warn", "most responses are cut at max_length, or a growing share")
+    turns: Action = key("warn", "episodes have come down to one answer")
     length: Action = key("warn", "responses grow along with the reward")
     repetition: Action = key("warn", "responses repeat themselves more and more")
     generator_logprob_diff: Action = key(

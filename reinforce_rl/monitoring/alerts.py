@@ -342,6 +342,19 @@ def truncated(run: History) -> str | None:
     return None
 
 
+@rule(
+    "the policy does not use the environment any more",
+    "read samples; does a first answer earn what a later one would?",
+    steps=3,
+)
+def turns(run: History) -> str | None:
+    now = run.middle("train/turns")
+    first = run.first("train/turns")
+    if now < 1.05 and first > 1.2:
+        return f"episodes have {now:.2f} answers, {first:.2f} at first"
+    return None
+
+
 @rule("the reward may pay for length alone", "read samples; see reward_shaping.length_penalty")
 def length(run: History) -> str | None:
     now = run.middle("train/response_lengths", 5)

@@ -52,6 +52,7 @@ def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
             "response_lengths": 100 * (1 + 0.1 * done) + draw(0, 5),
             "init_policy_kl": 8 * done**2 * (1 + draw(0, 0.1)),
             "entropy_sampled": 2 - done + draw(0, 0.05),
+            "turns": 2.2,
             "repetition": abs(draw(0.02, 0.01)),
             "compression": 0.8 + draw(0, 0.02),
             "length_reward_correlation": draw(0, 0.2),
@@ -127,6 +128,7 @@ FAULTS: list[tuple[str, Change, int]] = [
         },
         6,
     ),
+    ("turns", lambda i, line: {"train/turns": max(1.0, 2.2 - 0.4 * i)}, 8),
     ("repetition", lambda i, line: {"train/repetition": 0.1 * i}, 5),
     ("repetition", lambda i, line: {"train/compression": 0.8 - 0.1 * i}, 6),
     *[
@@ -455,6 +457,14 @@ class TestThresholds:
         ended = "fraction_of_samples_properly_ended"
         lines = [{ended: first}] * 5 + [{ended: now}] * 5
         assert bool(steps_of("truncated", lines)) is speaks
+
+    @pytest.mark.parametrize(
+        ("first", "now", "speaks"),
+        [(2.0, 1.04, True), (2.0, 1.06, False), (1.1, 1.0, False), (1.3, 1.0, True)],
+    )
+    def test_episodes_of_one_answer(self, first, now, speaks):
+        lines = [{"turns": first}] * 3 + [{"turns": now}] * 5
+        assert bool(steps_of("turns", lines)) is speaks
 
     @pytest.mark.parametrize(("spikes", "speaks"), [(3, False), (4, True)])
     def test_gradients_that_spike_in_four_of_ten_steps(self, spikes, speaks):
