@@ -49,7 +49,7 @@ def run(*command: object, cwd: Path = ROOT) -> str:
 
 def test_each_recipe_is_in_the_table():
     table = (RECIPES / "README.md").read_text(encoding="utf-8")
-    assert NAMES == ["against_trl", "gsm8k", "reverse_text"]
+    assert NAMES == ["against_trl", "calculator", "gsm8k", "reverse_text"]
     for name in NAMES:
         assert f"[{name}.yaml]({name}.yaml)" in table
 
@@ -61,7 +61,7 @@ def test_a_recipe_fits_the_schema(name):
     # models and generated data are not in the repository
     assert [fault for fault in faults if "does not exist" not in fault] == []
     assert config.exp_manager.explicit_log_dir == f"results/recipes/{name}"
-    assert config.reward == "function"
+    assert config.reward == ("environment" if name == "calculator" else "function")
 
 
 def test_trl_gets_the_recipes_own_settings():
