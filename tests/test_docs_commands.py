@@ -116,7 +116,10 @@ def parts(words: list[str]) -> Iterator[tuple[str, list[str]]]:
 # Their commands have placeholders, so they are not run.
 EXPLAINED = [
     ROOT / "docs" / f"{name}.md"
-    for name in ("algorithms", "checkpoints", "data", "evaluation", "reward-models", "rewards")
+    for name in (
+        *("algorithms", "checkpoints", "data", "environments", "evaluation"),
+        *("reward-models", "rewards"),
+    )
 ]
 
 
