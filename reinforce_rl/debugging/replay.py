@@ -55,6 +55,8 @@ from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
 from reinforce_rl.policy.build import configured_mesh
 from reinforce_rl.rewards.overrides import reward_overrides
+from reinforce_rl.rewards.sources import EnvironmentRewards, EpisodeRewards
+from reinforce_rl.rollout.episodes import play_episodes, started_environment
 from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.rollout.prompts import build_datasets, build_sampler
 from reinforce_rl.rollout.scoring import RolloutScorer
@@ -67,6 +69,10 @@ _MOST_THREADS = max(4 * (os.cpu_count() or 1), 256)
 _STORED = (
     "the recorded scores are used (--reward stored); --reward restart --trust scores again with "
     "the run's source"
+)
+_OF_EPISODES = (
+    "the environment's rewards belong to its episodes, which were not played again; the recorded "
+    "scores are used (--phase all --reward restart --trust plays them)"
 )
 PHASES = ("generate", "score", "logprobs", "advantages", "update")
 
@@ -258,16 +264,26 @@ class _Replayer:
                 "fingerprint": self._data.fingerprint,
             }
             checkpoint = replace(checkpoint, trainer_state={**state, "data": data})
-        self._rescorer = (
-            stack.enter_context(contextlib.closing(Rescorer(asked, mesh))) if scores else None
-        )
+        self._rescorer = None
+        # An environment's rewards are of the episodes that it plays, so no text gives them again.
+        self._scores_episodes = any(term.name == "environment" for term in asked.reward_terms)
+        if scores and not self._scores_episodes:
+            self._rescorer = stack.enter_context(contextlib.closing(Rescorer(asked, mesh)))
         monitor = SilentMonitor(cfg.exp_manager.explicit_log_dir, 1)
         self._trainer = build_trainer(
             cfg, mesh, self._tokenizer, datasets, None, monitor, checkpoint
         )
         stack.enter_context(contextlib.closing(self._trainer.model.generator))
+        self._plays_episodes = asked.has_environment and scores is not None
+        environment_rewards = None
+        if self._plays_episodes:
+            environment = stack.enter_context(started_environment(cfg, mesh))
+            play_episodes(self._trainer.model, environment, cfg)
+            environment_rewards = EpisodeRewards(EnvironmentRewards())
         # Log-probs of older weights are not the trainer's own.
-        context = replace(self._trainer.rollout_context, staleness=asked.staleness)
+        context = replace(
+            self._trainer.rollout_context, staleness=asked.staleness, rm=environment_rewards
+        )
         self._trainer.rollout_context = context
         self._rollouts = LocalRollouts(context)
         self._scorer = RolloutScorer(context)
@@ -327,7 +343,9 @@ class _Replayer:
                 samples = self._cfg.trainer.reinforce.num_rollouts_per_prompt
                 pending = self._rollouts.sample(self._prompts(batch), samples, step)
                 compare_samples("generate", pending.batch)
-        if "score" in phases:
+                if "score" in phases and self._scores_episodes:
+                    compare_samples("score", self._scorer.score(pending, f"step {step}"))
+        if "score" in phases and "score" not in results:
             results["score"] = self._score(steps[step], then, bounds)
         recomputed = replace(batch, log_probs=None, init_log_probs=None)
         if "logprobs" in phases:
@@ -401,6 +419,11 @@ class _Replayer:
             return (
                 "its tokens were drawn with weights of earlier steps; the recorded ones are fed in"
             )
+        if self._asked.has_environment and not self._plays_episodes:
+            return (
+                "an environment answered, which is code of the run; the recorded episodes are fed "
+                "in (--reward restart --trust plays them again)"
+            )
         if generation != "native":
             return f"generation={generation} is not started; the recorded tokens are fed in"
         if not same_layout:
@@ -411,7 +434,8 @@ class _Replayer:
 
     def _score(self, stored: StoredStep, then: pa.Table, bounds: Bounds) -> PhaseResult:
         if self._rescorer is None:
-            return PhaseResult("score", "not replayed", note=_STORED)
+            note = _OF_EPISODES if self._scores_episodes else _STORED
+            return PhaseResult("score", "not replayed", note=note)
         if not self._mesh.is_main:
             return PhaseResult("score", "same")
         prompts = [Prompt(row.prompt_id, row.prompt, ()) for row in stored.rows]

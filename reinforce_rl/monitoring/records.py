@@ -59,7 +59,7 @@ class RolloutRow:
     reward: float
     # `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE` of `data/finish_reasons.py`
     finish_reason: str
-    response_length: int  # tokens, including the stop token
+    response_length: int  # tokens that the policy wrote, including the stop token
     # nats, of the whole response, by kl_estimator and kl_reduction; NaN in validation
     kl: float = math.nan
     reward_with_kl: float = math.nan  # shaped reward, less beta * kl if the KL is in the reward
@@ -165,6 +165,7 @@ def sample_rows(
     prompt_of = {prompt.id: prompt for prompt in prompts}
     starts = batch.prompt_lengths.tolist()
     lengths = batch.response_lengths.tolist()
+    written = batch.policy_lengths.tolist()
     rows = zip(batch.sequences.tolist(), starts, lengths, strict=True)
     responses = [row[start : start + n] for row, start, n in rows]
     texts = decode_all(tokenizer, responses, skip_special_tokens=skip_special_tokens)
@@ -183,7 +184,7 @@ def sample_rows(
             response=texts[i],
             reward=float(batch.rewards[i]),
             finish_reason=batch.finish_reasons[i],
-            response_length=lengths[i],
+            response_length=written[i],
             **{name: float(values[i]) for name, values in trained.items()},
             valid=bool(batch.valid[i]),
             source_rewards={

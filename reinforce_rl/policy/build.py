@@ -171,10 +171,12 @@ def build_generator(
             )
             raise ConfigError([Fault(sentence, key="generation.class.not_importable")]) from error
         generator = generator_class(cfg, lm, tokenizer)
-        if cfg.rollout_order == "finished" and not hasattr(generator, "resume"):
+        needs_resume = cfg.rollout_order == "finished" or cfg.has_environment
+        if needs_resume and not hasattr(generator, "resume"):
+            setting = "environment.name is set" if cfg.has_environment else "rollout_order=finished"
             sentence = (
-                f"rollout_order is finished, but {cfg.generation} has no method resume; expected "
-                "one (reinforce_rl/generation/base.py), or rollout_order=prompts"
+                f"{cfg.generation} has no method resume, which {setting} needs; expected one "
+                "(reinforce_rl/generation/base.py)"
             )
             raise ConfigError([Fault(sentence, key="generation.class.no_resume")])
         return generator

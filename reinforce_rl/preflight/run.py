@@ -21,6 +21,7 @@ from reinforce_rl.preflight.fake_gpu import check_clone
 from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import plan_batches, plan_memory
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident
+from reinforce_rl.rewards.environment_pool import environment_faults
 from reinforce_rl.rewards.function_pool import function_faults
 from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress, ask_description, wait_for
 from reinforce_rl.rewards.wire import ServerInfo, read_token, unlike
@@ -82,7 +83,9 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
             memory = plan_memory(config, inputs, batches, gpu=gpu)
             print_plan(console, config, inputs, batches, memory, gpu=gpu)
         print_warnings(console, list(_warnings(config, inputs, memory, here=here)))
-    faults += [*inputs.faults, *_weight_faults(config, inputs), *function_faults(config, here=here)]
+    faults += [*inputs.faults, *_weight_faults(config, inputs)]
+    faults += function_faults(config, here=here)
+    faults += environment_faults(config.environment, here=here)
     return Examination(config, inputs, memory, faults)
 
 

@@ -21,6 +21,7 @@ import json
 import math
 import os
 import random
+import resource
 import secrets
 import sys
 import time
@@ -292,10 +293,17 @@ class _Player:
             return {"fault": f"{error}{self._environment.definition}", "text": ""}
 
 
+def _allow_descriptors() -> None:
+    """Raise the limit on open files, of which an episode takes two, as far as is allowed."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main() -> None:
     # any thread of the owner's may have started this process
     connection = connect_to_parent(death_signal=None)
     hide_from_other_processes()  # programs that an environment starts cannot open its descriptors
+    _allow_descriptors()
     settings = connection.recv()
     faults: list[Fault] = []
     environment = None

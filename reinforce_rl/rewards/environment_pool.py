@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections import deque
@@ -13,8 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from reinforce_rl.config.environment import EnvironmentConfig
-from reinforce_rl.errors import ConfigError, EnvironmentProcessError, Fault
+from reinforce_rl.errors import (
+    ConfigError,
+    EnvironmentProcessError,
+    Fault,
+    ReinforceError,
+)
 from reinforce_rl.rewards.user_code import START_SECONDS, STOP_SECONDS, UserCode
+from reinforce_rl.utils.job_rank import is_first_rank
 from reinforce_rl.utils.process import Message
 
 _SLACK_SECONDS = 30.0  # for a busy machine, beyond the time limit of a reply
@@ -30,6 +37,24 @@ class Turn:
     is_end: bool = False
     fault: str = ""  # what failed and where, without any text of the episode; "" if nothing did
     text: str = ""  # the error's own text, which may quote the episode
+
+
+def environment_faults(config: EnvironmentConfig, *, here: bool = True) -> list[str]:
+    """Load the environment on rank 0 in a process of its own; return why not.
+
+    It is loaded in the sandbox if it runs `here`.
+    """
+    if config.name is None or not is_first_rank():
+        return []
+    config = config.model_copy(update={"sandbox": config.sandbox and here})
+    try:
+        with contextlib.closing(EnvironmentPool(config)) as pool:
+            pool.start()
+    except ConfigError as error:
+        return error.faults
+    except ReinforceError as error:
+        return [Fault(str(error), key=error.key)]
+    return []
 
 
 class EnvironmentPool:

@@ -25,6 +25,7 @@ from reinforce_rl.config.rewards import MoreFunctionConfig, RewardFunctionConfig
 from reinforce_rl.errors import ConfigError, Fault, ReinforceError, RewardServerError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards.environment_pool import environment_faults
 from reinforce_rl.rewards.source_class import source_class_faults
 from reinforce_rl.rewards.user_code import START_SECONDS, STOP_SECONDS, UserCode
 from reinforce_rl.utils.job_rank import is_first_rank
@@ -310,10 +311,11 @@ def named_functions(
 
 
 def with_functions(cfg: TrainConfig, faults: Sequence[str]) -> TrainConfig:
-    """Return the configuration; raise ConfigError if it has faults or its reward functions cannot
-    be loaded.
+    """Return the configuration; raise ConfigError if it has faults, or if its reward functions or
+    its environment cannot be loaded.
     """
-    if faults := [*faults, *function_faults(cfg)]:
+    faults = [*faults, *function_faults(cfg), *environment_faults(cfg.environment)]
+    if faults:
         raise ConfigError(faults)
     return cfg
 

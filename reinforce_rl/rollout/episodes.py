@@ -195,7 +195,7 @@ class EpisodeGenerator:
                 later = sample_seeds(episode.key, np.array([0]), np.array([_ENVIRONMENT]))
                 self._environment.begin(
                     episode.number,
-                    prompt.metadata,
+                    {"messages": prompt.messages, **prompt.metadata},
                     prompt_key=int(start[0]),
                     sample_key=int(later[0]),
                 )

@@ -100,6 +100,22 @@ def text_of(turn: Turn) -> str:
     return message["content"]
 
 
+@pytest.mark.more
+def test_more_episodes_than_a_process_may_have_open_files():
+    """The host's limit of open files is raised to the hard one."""
+    count = 600
+    with playing(calculator, num_workers=4) as pool:
+        for episode in range(count):
+            pool.begin(episode, {"factor": 3}, **KEYS)
+        for episode in range(count):
+            pool.answer(episode, "2")
+        turns = []
+        while pool.under_way:
+            turns += pool.replies(30)
+    assert sorted(turn.episode for turn in turns) == list(range(count))
+    assert {text_of(turn) for turn in turns} == {"6"}
+
+
 def test_a_function_is_called_with_each_answer_and_the_record():
     with playing(calculator, kwargs={"base": 16}) as pool:
         pool.begin(1, {"factor": 3}, **KEYS)

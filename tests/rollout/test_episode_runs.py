@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,12 @@ from helpers.tiny_run import (
     without_times,
 )
 from helpers.trainer_processes import TrainerProcesses, assert_equal_runs, has_finished
+from rich.console import Console
 
 from reinforce_rl.config.load import load_config
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.debugging.replay import replay
+from reinforce_rl.errors import ConfigError, DataError, key_of
+from reinforce_rl.preflight.run import examine
 from reinforce_rl.trainer.run import train
 from reinforce_rl.utils.files import write_json_lines
 
@@ -149,6 +153,31 @@ def test_an_asynchronous_run_survives_kills(processes, tmp_path):
             processes.kill_at_random(killed, draw, 0.3, *overrides, ranks=2)
     finish(processes, killed, *asynchronous, ranks=2)
     assert_equal_runs(killed, expected)
+
+
+@pytest.mark.more
+def test_a_replay_plays_the_episodes_again(tmp_path):
+    overrides = overrides_of(tmp_path, "odd_letters", "exp_manager.record=full")
+    train(load_config(compose(*overrides)))
+    trusted = {phase.name: phase for phase in replay(tmp_path / "run", trust=True).phases}
+    assert {name: phase.verdict for name, phase in trusted.items()} == dict.fromkeys(
+        trusted, "same"
+    )
+    assert {"generate", "score", "update"} <= trusted.keys()
+    stored = {phase.name: phase.verdict for phase in replay(tmp_path / "run").phases}
+    assert (stored.pop("generate"), stored.pop("score")) == ("not replayed", "not replayed")
+    assert set(stored.values()) == {"same"}
+
+
+@pytest.mark.more
+def test_a_preflight_loads_the_environment(tmp_path):
+    def keys(environment: str) -> list[str]:
+        plan = compose(*overrides_of(tmp_path, environment))
+        examination = examine(plan, Console(file=io.StringIO()))
+        return [key_of(fault) for fault in examination.faults]
+
+    assert keys("nothing") == ["environment.name.not_usable"]
+    assert keys("odd_letters") == []
 
 
 def test_failed_episodes_are_counted_and_do_not_train(tmp_path):
