@@ -100,9 +100,12 @@ class StoredRun:
         _check(rows, tokens, rollout_files(self.path)[step])
         prompts: list[list[int]] = [[] for _ in rows]
         responses: list[list[int]] = [[] for _ in rows]
+        lengths = [row.response_length for row in rows]
         if has_tokens:
             prompts = [sample.prompt_tokens or [] for sample in tokens]
             responses = [sample.response_tokens or [] for sample in tokens]
+            # with the tokens of an environment, which the rows do not count
+            lengths = [len(response) for response in responses]
         joined = [
             torch.tensor(p + r, dtype=torch.long) for p, r in zip(prompts, responses, strict=True)
         ]
@@ -118,7 +121,7 @@ class StoredRun:
             if joined
             else torch.zeros((0, 0), dtype=torch.long),
             prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
-            response_lengths=torch.tensor([row.response_length for row in rows]),
+            response_lengths=torch.tensor(lengths),
             group_ids=torch.tensor([row.prompt_id for row in rows]),
             sample_ids=torch.tensor([row.sample_id for row in rows]),
             finish_reasons=tuple(row.finish_reason for row in rows),
