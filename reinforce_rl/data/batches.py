@@ -4,6 +4,15 @@ Shapes: P prompts on this data-parallel rank, G samples per prompt (`num_rollout
 N = P * G sequences in prompt-major order (rows i*G .. (i+1)*G-1 belong to prompt i), T response
 tokens, S prompt plus response tokens; T and S are right-padded. The response of an episode of
 several turns also holds what the environment wrote; `policy_mask` tells whose each token is.
+
+Where a chat template rewrites the history of an episode, as one that leaves out earlier thoughts
+does, the policy reads the rewritten history in a new context. The row keeps it in the response, and
+`history_mask` tells where. The policy has read such a row in pieces, each exact by itself:
+
+    row         question  answer  |  history         reply  answer  |  history         ...
+    contexts    prompt    answer     prompt          reply  answer     prompt          ...
+
+An episode is still one row of a batch, so it counts once in all baselines and means.
 """
 
 from __future__ import annotations
@@ -51,6 +60,9 @@ class Completions:
     weight_versions: Tensor | None = None
     # bool [N, T], False on tokens that an environment wrote; None if the policy wrote them all.
     policy_mask: Tensor | None = None
+    # bool [N, T], True on history that the chat template rewrote: a context begins with each run of
+    # such tokens. None without an environment.
+    history_mask: Tensor | None = None
     # float32 [N], the sum over an episode's turns, NaN where the environment failed; None without
     # an environment.
     environment_rewards: Tensor | None = None
@@ -61,6 +73,25 @@ class Completions:
         """Return the prompt of each row; every prompt must have the same number of samples."""
         samples = len(self.lengths) // len(prompts) if prompts else 0
         return [prompt for prompt in prompts for _ in range(samples)]
+
+    def without_history(self, pad_id: int) -> Completions:
+        """Return the responses with every message once, for readers of text.
+
+        They have no values of single tokens but the tokens.
+        """
+        if self.history_mask is None:
+            return self
+        is_message = length_mask(self.lengths, self.tokens.shape[1]) & ~self.history_mask
+        rows = [tokens[kept] for tokens, kept in zip(self.tokens, is_message, strict=True)]
+        return replace(
+            self,
+            tokens=pad_sequence(rows, True, pad_id) if rows else self.tokens,
+            lengths=is_message.sum(dim=-1),
+            log_probs=None,
+            weight_versions=None,
+            policy_mask=None,
+            history_mask=None,
+        )
 
     def within_vocabulary(self, size: int, pad_id: int) -> Completions:
         """Replace ids >= `size`, which padded engines may draw, by `pad_id`.
@@ -100,6 +131,7 @@ class RolloutBatch:
     generator_log_probs: Tensor | None = None
     weight_versions: Tensor | None = None  # int64 [N, T], as in `Completions`
     policy_mask: Tensor | None = None  # bool [N, T], as in `Completions`
+    history_mask: Tensor | None = None  # bool [N, T], as in `Completions`
     # float32 [N, T] under the actor at the sampling temperature, before any optimizer step on this
     # batch; 0 on padding; None if unused.
     log_probs: Tensor | None = None
@@ -133,11 +165,13 @@ class RolloutBatch:
         return self.response_mask.sum(dim=-1)
 
     @property
-    def sequence_inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    def sequence_inputs(
+        self,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """The arguments of the actor's `get_inference_log_probs`."""
         mask = None if self.policy_mask is None else self.response_mask
         lengths = (self.prompt_lengths, self.response_lengths)
-        return self.sequences, *lengths, self.group_ids, mask
+        return self.sequences, *lengths, self.group_ids, mask, self.history_mask
 
     @property
     def width(self) -> int:
@@ -152,7 +186,7 @@ class RolloutBatch:
         width = int(self.response_lengths[rows].max()) if len(rows) else 0
         used = int((self.prompt_lengths + self.response_lengths)[rows].max()) if len(rows) else 0
         tables: dict[str, Any] = {
-            name: getattr(self, name) for name in (*_PER_TOKEN, "policy_mask")
+            name: getattr(self, name) for name in (*_PER_TOKEN, "policy_mask", "history_mask")
         }
         tables = {
             name: None if values is None else values[rows, :width]
@@ -238,7 +272,8 @@ def join_completions(parts: Sequence[Completions], pad_id: int) -> Completions:
         finish_reasons=tuple(reason for part in parts for reason in part.finish_reasons),
         log_probs=_join_or_none([part.log_probs for part in parts], width),
         weight_versions=_join_or_none([part.weight_versions for part in parts], width),
-        policy_mask=_join_policy_masks(parts, width),
+        policy_mask=_join_masks(parts, "policy_mask", width, missing=True),
+        history_mask=_join_masks(parts, "history_mask", width, missing=False),
         environment_rewards=_join_environment_rewards(parts),
         environment_faults=tuple(fault for part in parts for fault in part.environment_faults),
     )
@@ -255,7 +290,8 @@ def join_rollouts(parts: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:
     tables: dict[str, Any] = {
         name: _join_or_none([getattr(part, name) for part in parts], width) for name in _PER_TOKEN
     }
-    tables["policy_mask"] = _join_policy_masks(parts, width)
+    tables["policy_mask"] = _join_masks(parts, "policy_mask", width, missing=True)
+    tables["history_mask"] = _join_masks(parts, "history_mask", width, missing=False)
     # A generator may have sent scores of sources that the others lack.
     unscored = [torch.full_like(part.rewards, torch.nan) for part in parts]
     source_rewards: dict[str, Tensor] = {}
@@ -289,17 +325,23 @@ def _join_environment_rewards(parts: Sequence[Completions]) -> Tensor | None:
     return torch.cat(known) if known else None
 
 
-def _join_policy_masks(
-    parts: Sequence[Completions] | Sequence[RolloutBatch], columns: int
+def _join_masks(
+    parts: Sequence[Completions] | Sequence[RolloutBatch],
+    name: str,
+    columns: int,
+    *,
+    missing: bool,
 ) -> Tensor | None:
-    """Concatenate the masks, padded to `columns`; None if the policy wrote all tokens of all."""
-    if all(part.policy_mask is None for part in parts):
+    """Concatenate the masks, padded to `columns`; None if no part has one.
+
+    A part without a mask has `missing` at all its tokens.
+    """
+    masks: list[Tensor | None] = [getattr(part, name) for part in parts]
+    if all(mask is None for mask in masks):
         return None
-    masks = []
-    for part in parts:
-        mask = part.policy_mask
+    known = []
+    for part, mask in zip(parts, masks, strict=True):
         if mask is None:
-            count = len(part.finish_reasons)
-            mask = torch.ones((count, columns), dtype=torch.bool)
-        masks.append(_widen(mask, columns))
-    return torch.cat(masks)
+            mask = torch.full((len(part.finish_reasons), columns), missing)
+        known.append(_widen(mask, columns))
+    return torch.cat(known)

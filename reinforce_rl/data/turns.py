@@ -31,9 +31,14 @@ class NextTurn:
 
     conversation: Conversation  # up to the next answer
     tokens: list[int]  # between the last token of the answer and the first of the next
-    # The template writes what came before as the policy has read and written it. Otherwise, as
-    # where it leaves out earlier thoughts, the next answer belongs to a new row.
-    continues: bool
+    # Empty if the template writes what came before as the policy has read and written it.
+    # Otherwise, as where it leaves out earlier thoughts, a new context begins: the conversation as
+    # the template writes it now is these tokens, then `tokens`.
+    history: list[int]
+
+    @property
+    def continues(self) -> bool:
+        return not self.history
 
 
 def next_turn(
@@ -75,7 +80,22 @@ def next_turn(
     has_same_history = _is_opened(renderer.prompt_text(conversation), before)
     thought = _thought_of(answer)
     keeps_thought = not thought or thought in renderer.prompt_text(following)
-    return NextTurn(following, tokens, has_same_history and keeps_thought)
+    if has_same_history and keeps_thought:
+        return NextTurn(following, tokens, [])
+    prompt = renderer.prompt(following)
+    size = _common_end(prompt, tokens)
+    return NextTurn(following, prompt[len(prompt) - size :], prompt[: len(prompt) - size])
+
+
+def _common_end(prompt: Sequence[int], tokens: Sequence[int]) -> int:
+    """Count the tokens at the end of both, at least the first of `prompt` left out.
+
+    Tokenised with what stands before it, a text's first token may differ.
+    """
+    size = 0
+    while size < min(len(prompt) - 1, len(tokens)) and prompt[-1 - size] == tokens[-1 - size]:
+        size += 1
+    return size
 
 
 def _thought_of(answer: str) -> str:

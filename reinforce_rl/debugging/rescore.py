@@ -96,7 +96,12 @@ class Rescorer:
                 self._prompt(stored, i, prompt_tokens)
                 for i, (prompt_tokens, _) in zip(rows.tolist(), cut, strict=True)
             ]
-            completions = Completions(tokens, part.response_lengths, part.finish_reasons)
+            completions = Completions(
+                tokens,
+                part.response_lengths,
+                part.finish_reasons,
+                history_mask=part.history_mask,
+            )
             request = request_about(
                 prompts,
                 completions,

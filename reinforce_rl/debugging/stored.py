@@ -116,6 +116,7 @@ class StoredRun:
             source_rewards[source] = torch.tensor(scores)
         versions = table("weight_versions")
         policy_mask = table("policy_mask")
+        history_mask = table("history_mask")
         batch = RolloutBatch(
             sequences=pad_sequence(joined, True)
             if joined
@@ -130,6 +131,7 @@ class StoredRun:
             generator_log_probs=table("generator_log_probs"),
             weight_versions=None if versions is None else versions.long(),
             policy_mask=None if policy_mask is None else policy_mask.bool(),
+            history_mask=None if history_mask is None else history_mask.bool(),
             log_probs=table("policy_log_probs"),
             init_log_probs=table("reference_log_probs"),
             source_rewards=source_rewards,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["rollouts", "validation", "test"]
 FORMAT = "reinforce_rl.records"  # key in the file's metadata
-VERSION = 3
+VERSION = 4
 _ZSTD_LEVEL = 3
 _CONTEXT = 40  # characters before a token
 _STEP_FILE = re.compile(r"step_([0-9]{1,15})\.parquet")
@@ -54,7 +54,7 @@ class RolloutRow:
     prompt_id: int
     sample_id: int  # 0 .. G-1 within the prompt
     prompt: str  # as given to the tokenizer, chat template applied
-    response: str  # without special tokens
+    response: str  # without special tokens and rewritten histories
     # of the reward source, or the weighted sum of several; NaN without a score
     reward: float
     # `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE` of `data/finish_reasons.py`
@@ -102,6 +102,9 @@ class SampleTokens:
     weight_versions: list[int] | None = None
     # False for tokens that an environment wrote; None if the policy wrote them all.
     policy_mask: list[bool] | None = None
+    # True for history that the chat template rewrote, with which a context begins; None without an
+    # environment.
+    history_mask: list[bool] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the tokens for a line of JSON: values that are not finite become None."""
@@ -168,6 +171,12 @@ def sample_rows(
     written = batch.policy_lengths.tolist()
     rows = zip(batch.sequences.tolist(), starts, lengths, strict=True)
     responses = [row[start : start + n] for row, start, n in rows]
+    if batch.history_mask is not None:
+        # The text has every message once.
+        responses = [
+            [token for token, is_history in zip(row, history, strict=False) if not is_history]
+            for row, history in zip(responses, batch.history_mask.tolist(), strict=True)
+        ]
     texts = decode_all(tokenizer, responses, skip_special_tokens=skip_special_tokens)
     trained: dict[str, Tensor] = {}
     if data is not None:
@@ -212,7 +221,11 @@ def token_columns(
     from reinforce_rl.algorithm.kl import token_kl
     from reinforce_rl.data.batches import length_mask
 
-    types = {"weight_versions": torch.int32, "policy_mask": torch.bool}
+    types = {
+        "weight_versions": torch.int32,
+        "policy_mask": torch.bool,
+        "history_mask": torch.bool,
+    }
     starts = batch.prompt_lengths[:, None]
     width = batch.width
     mask = length_mask(batch.response_lengths, width)
@@ -225,6 +238,7 @@ def token_columns(
         "token_advantages": advantages,
         "weight_versions": batch.weight_versions,
         "policy_mask": batch.policy_mask,
+        "history_mask": batch.history_mask,
     }
     if kl_estimator and batch.log_probs is not None and batch.init_log_probs is not None:
         known["token_kl"] = token_kl(

@@ -32,6 +32,37 @@ def micro_batches(lengths: Tensor, size: int, max_tokens: int | None = None) -> 
     return [torch.tensor(group, dtype=torch.long) for group in groups]
 
 
+def micro_batches_of_episodes(
+    lengths: Tensor, rows: Tensor, size: int, max_tokens: int | None = None
+) -> list[Tensor]:
+    """Return row indices by micro-batch, as `micro_batches` does, of episodes in several contexts.
+
+    Args:
+        lengths: int64 [M], tokens of each context.
+        rows: int64 [M], the row of each context's episode.
+        size: contexts per micro-batch; ignored if `max_tokens` is set.
+        max_tokens: bound on contexts times the longest. A larger episode gets a micro-batch to
+            itself.
+    """
+    counts = torch.bincount(rows)
+    longest = torch.zeros_like(counts).scatter_reduce(0, rows, lengths, "amax")
+    order = torch.sort(longest, descending=True, stable=True).indices.tolist()
+    limit = size if max_tokens is None else max_tokens
+    groups: list[list[int]] = []
+    contexts = 0  # of the last micro-batch
+    cost = 0  # of each of them
+    for row in order:
+        count = int(counts[row])
+        if not groups or (contexts + count) * cost > limit:
+            groups.append([])
+            contexts = 0
+            # No context of the episodes that follow is longer.
+            cost = 1 if max_tokens is None else int(longest[row])
+        groups[-1].append(row)
+        contexts += count
+    return [torch.tensor(group, dtype=torch.long) for group in groups]
+
+
 def packed_micro_batches(
     group_ids: Tensor,
     prompt_lengths: Tensor,

@@ -28,15 +28,19 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.log_probs import TokenScores, response_scores
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.sequences import (
+    Contexts,
+    ContextSequences,
     PackedGroups,
     PaddedSequences,
     SequenceLayout,
+    split_contexts,
     to_device,
 )
 from reinforce_rl.megatron.optimizer import DistributedDataParallel, wrap_data_parallel
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
 from reinforce_rl.policy.micro_batches import (
     micro_batches,
+    micro_batches_of_episodes,
     packed_micro_batches,
     packed_tokens,
     padding,
@@ -186,6 +190,7 @@ class MegatronGPTReinforceActorModel:
         response_lengths: Tensor,
         group_ids: Tensor | None = None,
         response_mask: Tensor | None = None,
+        history_mask: Tensor | None = None,
     ) -> Tensor:
         """Compute log-probs of the response tokens under the policy.
 
@@ -193,13 +198,16 @@ class MegatronGPTReinforceActorModel:
             sequences: int64 [N, S], right-padded.
             group_ids: int64 [N], equal for equal prompts; None if unknown.
             response_mask: bool [N, T], the tokens to compute; None for all of each response.
+            history_mask: bool [N, T], as in `Completions`.
 
         Returns:
             float32 [N, T] on the CPU; 0 outside the mask.
         """
         width = int(response_lengths.max()) if len(response_lengths) else 0
         out = torch.zeros((len(sequences), width))
-        samples = _samples(sequences, prompt_lengths, response_lengths, group_ids, response_mask)
+        samples = _samples(
+            sequences, prompt_lengths, response_lengths, group_ids, response_mask, history_mask
+        )
         size = self.settings.reinforce.forward_micro_batch_size
         micro_batch_rows = self._make_micro_batches(samples, size)
         if not micro_batch_rows:
@@ -224,6 +232,7 @@ class MegatronGPTReinforceActorModel:
         response_lengths: Tensor,
         group_ids: Tensor | None = None,
         response_mask: Tensor | None = None,
+        history_mask: Tensor | None = None,
     ) -> Tensor:
         """Compute `get_inference_log_probs` under the reference policy.
 
@@ -235,7 +244,7 @@ class MegatronGPTReinforceActorModel:
             )
         with self._as_reference():
             return self.get_inference_log_probs(
-                sequences, prompt_lengths, response_lengths, group_ids, response_mask
+                sequences, prompt_lengths, response_lengths, group_ids, response_mask, history_mask
             )
 
     def reference_weights(self) -> Iterator[Tensor]:
@@ -344,6 +353,13 @@ class MegatronGPTReinforceActorModel:
         return export_adapter(self.lm, source, out)
 
     def _layout(self, samples: _Samples) -> SequenceLayout:
+        contexts = samples.contexts(self.pad_id)
+        if contexts is None:
+            return self._layout_of_sequences(samples)
+        layout = self._layout_of_sequences(contexts)
+        return ContextSequences(layout, contexts, samples.response_lengths, self.mesh.device)
+
+    def _layout_of_sequences(self, samples: _Samples | Contexts) -> PaddedSequences | PackedGroups:
         inputs = (samples.sequences, samples.prompt_lengths, samples.response_lengths)
         mask = samples.response_mask
         if self.shares_prefix:
@@ -356,7 +372,12 @@ class MegatronGPTReinforceActorModel:
         if self.shares_prefix:
             lengths = (samples.prompt_lengths, samples.response_lengths)
             return packed_micro_batches(samples.group_ids, *lengths, size, most)
-        return micro_batches(samples.lengths.clamp(min=self._pad_to), size, most)
+        contexts = samples.contexts()
+        if contexts is None:
+            return micro_batches(samples.lengths.clamp(min=self._pad_to), size, most)
+        # Every context is a row of a pass, and the contexts of an episode are in the same pass.
+        lengths = contexts.prompt_lengths + contexts.response_lengths
+        return micro_batches_of_episodes(lengths.clamp(min=self._pad_to), contexts.rows, size, most)
 
     def _tokens_of(self, samples: _Samples, micro_batch_rows: list[Tensor]) -> tuple[int, int]:
         """Return the number of tokens that the passes read, without and with padding."""
@@ -366,7 +387,12 @@ class MegatronGPTReinforceActorModel:
                 packed_tokens(p.group_ids, p.prompt_lengths, p.response_lengths) for p in parts
             )
             return tokens, tokens
-        return padding(samples.lengths, micro_batch_rows, self._pad_to)
+        contexts = samples.contexts()
+        if contexts is None:
+            return padding(samples.lengths, micro_batch_rows, self._pad_to)
+        lengths = contexts.prompt_lengths + contexts.response_lengths
+        passes = [torch.isin(contexts.rows, rows).nonzero()[:, 0] for rows in micro_batch_rows]
+        return padding(lengths, passes, self._pad_to)
 
     def _scores(
         self, layout: SequenceLayout, hidden: Tensor, width: int, with_entropy: bool = False
@@ -408,13 +434,22 @@ class _Samples(NamedTuple):
     response_lengths: Tensor
     group_ids: Tensor
     response_mask: Tensor  # bool [N, T]
+    history_mask: Tensor | None  # bool [N, T]
 
     @property
     def lengths(self) -> Tensor:
         return self.prompt_lengths + self.response_lengths
 
     def select(self, rows: Tensor) -> _Samples:
-        return _Samples(*(part[rows] for part in self))
+        history_mask = None if self.history_mask is None else self.history_mask[rows]
+        return _Samples(*(part[rows] for part in self[:-1]), history_mask)
+
+    def contexts(self, pad_id: int = 0) -> Contexts | None:
+        """Split the samples; None if each is one context."""
+        history_mask = self.history_mask
+        if history_mask is None or not bool(history_mask.any()):
+            return None
+        return split_contexts(*self[:-1], history_mask, pad_id=pad_id)
 
 
 def _samples(
@@ -423,6 +458,7 @@ def _samples(
     response_lengths: Tensor,
     group_ids: Tensor | None,
     response_mask: Tensor | None = None,
+    history_mask: Tensor | None = None,
 ) -> _Samples:
     if group_ids is None:
         # No two samples share a prompt.
@@ -430,4 +466,6 @@ def _samples(
     if response_mask is None:
         width = int(response_lengths.max()) if len(response_lengths) else 0
         response_mask = length_mask(response_lengths, width)
-    return _Samples(sequences, prompt_lengths, response_lengths, group_ids, response_mask)
+    return _Samples(
+        sequences, prompt_lengths, response_lengths, group_ids, response_mask, history_mask
+    )

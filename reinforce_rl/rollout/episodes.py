@@ -1,7 +1,9 @@
 """Episodes of several turns: the policy and an environment answer each other.
 
 An episode is one row of a batch. Its response is answer, environment, answer, ...; `policy_mask`
-tells whose each token is. No token of it is decoded and encoded again, see `data.turns`.
+tells whose each token is. No token of it is decoded and encoded again, see `data.turns`. Where the
+chat template rewrites the history, the next answer begins a new context with it, and `history_mask`
+says so.
 """
 
 from __future__ import annotations
@@ -47,12 +49,6 @@ _START_OF_PROMPT = (1 << 40) + 1  # beside the numbers of samples, as a key of r
 # What a key of a sample is for.
 _LATER_TURNS = 1
 _ENVIRONMENT = 2
-_REWRITTEN = (
-    "the chat template writes earlier turns in another way once they are answered, as one that "
-    "leaves out earlier thoughts does, so that the next turn would continue what the policy has "
-    "not read; switch off its thoughts with model.data.chat_template_kwargs, or use another "
-    "model"
-)
 
 
 @dataclass
@@ -66,6 +62,9 @@ class Episode:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)  # 0 on the environment's tokens
     is_policy: list[bool] = field(default_factory=list)
+    is_history: list[bool] = field(default_factory=list)  # rewritten by the template
+    # Where the context of the next answer begins in `tokens`; None: with the prompt.
+    context_start: int | None = None
     turns: int = 0  # answers so far
     reward: float = 0.0  # of the turns so far
     finish_reason: str | None = None  # None: under way
@@ -76,19 +75,28 @@ class Episode:
         key = self.key
         if self.turns:
             key = int(sample_seeds(key, np.array([self.turns]), np.array([_LATER_TURNS]))[0])
-        history = replace(self.prompt, tokens=(*self.prompt.tokens, *self.tokens))
+        context = (*self.prompt.tokens, *self.tokens)
+        if self.context_start is not None:
+            context = tuple(self.tokens[self.context_start :])
+        history = replace(self.prompt, tokens=context)
         return PartialResponse(history, key, limit=max_tokens - len(self.tokens))
 
     def add_answer(self, answer: PartialResponse) -> None:
         self.tokens += answer.tokens
         self.log_probs += answer.log_probs
         self.is_policy += [True] * len(answer.tokens)
+        self.is_history += [False] * len(answer.tokens)
         self.turns += 1
 
-    def add_environment(self, tokens: Sequence[int]) -> None:
-        self.tokens += tokens
-        self.log_probs += [0.0] * len(tokens)
-        self.is_policy += [False] * len(tokens)
+    def add_environment(self, tokens: Sequence[int], history: Sequence[int] = ()) -> None:
+        """Add what the environment wrote; in a new context, behind the rewritten `history`."""
+        if history:
+            self.context_start = len(self.tokens)
+        count = len(history) + len(tokens)
+        self.tokens += [*history, *tokens]
+        self.log_probs += [0.0] * count
+        self.is_policy += [False] * count
+        self.is_history += [True] * len(history) + [False] * len(tokens)
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,7 @@ class Outcome:
     reward: float = 0.0
     fault: str | None = None  # the environment failed: the episode ends and is left out
     tokens: tuple[int, ...] = ()  # between this answer and the next; empty if there is none
+    history: tuple[int, ...] = ()  # before `tokens`, where a new context begins
     conversation: Conversation | None = None  # up to the next answer
 
 
@@ -272,21 +281,25 @@ class EpisodeGenerator:
             )
         except DataError as error:
             return Outcome(fault=f"the environment's messages cannot be used: {error}")
-        if not following.continues:
-            return Outcome(fault=_REWRITTEN)
-        return Outcome(turn.reward, None, tuple(following.tokens), following.conversation)
+        return Outcome(
+            turn.reward,
+            tokens=tuple(following.tokens),
+            history=tuple(following.history),
+            conversation=following.conversation,
+        )
 
     def _take_outcome(self, episode: Episode, answer: PartialResponse, outcome: Outcome) -> None:
         episode.reward += outcome.reward
         episode.fault = outcome.fault
+        length = len(episode.tokens) + len(outcome.history) + len(outcome.tokens)
         if outcome.conversation is None:
             episode.finish_reason = answer.finish_reason
-        elif len(episode.tokens) + len(outcome.tokens) >= self._max_tokens:
+        elif length >= self._max_tokens:
             # No room for a further answer, so nobody would read what the environment wrote.
             episode.finish_reason = FINISH_LENGTH
         else:
             episode.conversation = outcome.conversation
-            episode.add_environment(outcome.tokens)
+            episode.add_environment(outcome.tokens, outcome.history)
 
     def _on_rank_0(self, action: Callable[[], T]) -> T:
         """Run `action` on model-parallel rank 0; all ranks of the block return or raise alike."""
@@ -330,6 +343,7 @@ def _completions_of(episodes: Sequence[Episode], pad_id: int) -> Completions:
         finish_reasons=tuple(episode.finish_reason or FINISH_LENGTH for episode in episodes),
         log_probs=padded((episode.log_probs for episode in episodes), torch.float32, 0.0),
         policy_mask=padded((episode.is_policy for episode in episodes), torch.bool, False),
+        history_mask=padded((episode.is_history for episode in episodes), torch.bool, False),
         environment_rewards=torch.tensor(rewards, dtype=torch.float32),
         environment_faults=tuple(episode.fault for episode in episodes),
     )

@@ -31,6 +31,7 @@ _TENSORS = (
     "log_probs",
     "weight_versions",
     "policy_mask",
+    "history_mask",
     "environment_rewards",
 )
 

@@ -169,6 +169,7 @@ def fault_of_result(
         return "it has neither scores nor a failure"
     return (
         _fault_of_tokens(completions, bounds)
+        or _fault_of_history(completions)
         or _fault_of_log_probs(completions, bounds)
         or _fault_of_versions(completions, request, newest)
         or _fault_of_sources(result.rewards, bounds.sources)
@@ -182,6 +183,17 @@ def _fault_of_tokens(completions: Completions, bounds: ResultBounds) -> str:
     ids = completions.tokens[_is_token(completions)]
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= bounds.vocab_size):
         return f"it has token ids outside of 0 to {bounds.vocab_size - 1}"
+    return ""
+
+
+def _fault_of_history(completions: Completions) -> str:
+    if completions.history_mask is None:
+        return ""
+    written_by_policy = _is_token(completions)
+    if completions.policy_mask is not None:
+        written_by_policy = written_by_policy & completions.policy_mask
+    if bool((written_by_policy & completions.history_mask).any()):
+        return "it says that the policy wrote tokens of a rewritten history"
     return ""
 
 

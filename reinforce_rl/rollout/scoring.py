@@ -72,6 +72,7 @@ def unscored_batch(
         generator_log_probs=completions.log_probs,
         weight_versions=completions.weight_versions,
         policy_mask=completions.policy_mask,
+        history_mask=completions.history_mask,
     )
 
 
@@ -232,8 +233,10 @@ def request_about(
 ) -> RewardRequest:
     """Build the request to a reward source for responses that end at one of `stop_token_ids`.
 
-    Logs a warning where a text lacks a special token other than the one at its end.
+    The request of an episode has every message once. Logs a warning where a text lacks a special
+    token other than the one at its end.
     """
+    completions = completions.without_history(pad_id_of(tokenizer))
     repeated = completions.repeat_to_samples(prompts)
     sequences, prompt_lengths = join_prompts_and_responses(
         repeated, completions, pad_id_of(tokenizer)

@@ -69,6 +69,7 @@ def rollouts(
         init_log_probs=table + 0.5,
         weight_versions=table.long() // 100,
         policy_mask=table.long() % 3 != 1,
+        history_mask=mask & (table.long() % 5 == 2),
     )
 
 
@@ -82,7 +83,7 @@ def rows_of(batch: RolloutBatch) -> list[dict[str, object]]:
         row: dict[str, object] = {"sequences": batch.sequences[i, :used].tolist()}
         for field in dataclasses.fields(batch):
             value = getattr(batch, field.name)
-            if field.name.endswith(("log_probs", "weight_versions", "policy_mask")):
+            if field.name.endswith(("log_probs", "weight_versions", "_mask")):
                 row[field.name] = None if value is None else value[i, :length].tolist()
             elif field.name == "source_rewards":
                 row[field.name] = {name: float(values[i]) for name, values in value.items()}
@@ -101,6 +102,7 @@ def assert_tight(batch: RolloutBatch) -> None:
         batch.generator_log_probs,
         batch.weight_versions,
         batch.policy_mask,
+        batch.history_mask,
         batch.log_probs,
         batch.init_log_probs,
     ):
@@ -129,8 +131,8 @@ def test_tokens_of_an_environment_are_outside_the_mask():
     expected = [[False] * 4, [True, False, False, True], [True, True, False, False]]
     assert batch.response_mask.tolist() == expected
     assert batch.policy_lengths.tolist() == [0, 2, 2]
-    assert batch.sequence_inputs[-1].tolist() == expected
-    assert rollouts([(1, 2)], with_log_probs=False).sequence_inputs[-1] is None
+    assert batch.sequence_inputs[4].tolist() == expected
+    assert rollouts([(1, 2)], with_log_probs=False).sequence_inputs[4] is None
 
 
 def test_a_part_without_a_policy_mask_was_written_by_the_policy():
@@ -141,6 +143,31 @@ def test_a_part_without_a_policy_mask_was_written_by_the_policy():
     joined = join_rollouts([without, with_mask], PAD)
     assert joined.response_mask.tolist() == [[True, True, False], [True, False, True]]
     assert join_rollouts([without, without], PAD).policy_mask is None
+
+
+def test_a_part_without_a_history_mask_has_no_rewritten_history():
+    with_mask = dataclasses.replace(
+        rollouts([(2, 3)]), history_mask=torch.tensor([[False, True, False]])
+    )
+    without = dataclasses.replace(rollouts([(1, 2)]), history_mask=None)
+    joined = join_rollouts([without, with_mask], PAD)
+    assert joined.history_mask is not None
+    assert joined.history_mask.tolist() == [[False] * 3, [False, True, False]]
+    assert join_rollouts([without, without], PAD).history_mask is None
+
+
+def test_the_text_of_an_episode_has_every_message_once():
+    completions = Completions(
+        tokens=torch.tensor([[1, 2, 3, 4, 5], [6, 7, PAD, PAD, PAD]]),
+        lengths=torch.tensor([5, 2]),
+        finish_reasons=(FINISH_STOP, FINISH_LENGTH),
+        history_mask=torch.tensor([[False, True, True, False, False], [False] * 5]),
+    )
+    text = completions.without_history(PAD)
+    assert text.tokens.tolist() == [[1, 4, 5], [6, 7, PAD]]
+    assert text.lengths.tolist() == [3, 2]
+    assert text.finish_reasons == completions.finish_reasons
+    assert text.without_history(PAD) is text
 
 
 @settings(deadline=None, max_examples=40)

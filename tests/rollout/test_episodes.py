@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.monitoring.metrics import turns_of
 from reinforce_rl.rewards.environment_pool import EnvironmentPool, Turn
 from reinforce_rl.rollout.episodes import EpisodeGenerator
-from reinforce_rl.rollout.scoring import unscored_batch
+from reinforce_rl.rollout.scoring import request_about, unscored_batch
 
 EOS = 2
 PARAMS = SamplingParams(max_length=6, stop_token_ids=(EOS,))
@@ -184,23 +185,69 @@ def test_failures_of_the_environment_are_left_out(renderer, mesh):
     assert "no table" in failed
 
 
-def test_a_template_that_drops_thoughts_fails_the_episode(tmp_path, mesh):
+def test_a_template_that_drops_thoughts_begins_a_context(tmp_path, mesh):
+    """The answer behind a dropped thought continues the template's rendering, tokenised once."""
     renderer = ChatRenderer(
         write_chat_tokenizer(tmp_path, QWEN3), TemplateOptions(kwargs={"enable_thinking": True})
     )
     (end,) = renderer.encode("<|im_end|>")
     params = SamplingParams(max_length=60, stop_token_ids=(end,))
+    prompt = chat_prompt(renderer, 0, word="go")
 
-    def fault(text: str) -> str | None:
-        generator = Scripted(renderer, lambda prompt, turn: text, end)
-        with episodes_of(generator, renderer, mesh, "odd_letters", vocab_size=1000) as episodes:
-            completions = episodes.generate([chat_prompt(renderer, 0)], 1, params, seed=1)
-        return completions.environment_faults[0]
+    def play(texts: Sequence[str], max_tokens: int = 300) -> tuple[Scripted, Completions]:
+        generator = Scripted(renderer, lambda prompt, turn: texts[turn - 1], end)
+        sizes = {"vocab_size": 1000, "max_tokens": max_tokens}
+        with episodes_of(generator, renderer, mesh, "odd_letters", **sizes) as episodes:
+            completions = episodes.generate([prompt], 1, params, seed=1)
+        assert completions.environment_faults == (None,)
+        return generator, completions
 
-    assert fault("ab") is None
-    thought = fault("<think>hm</think>a")
-    assert thought is not None
-    assert "earlier thoughts" in thought
+    _, plain = play(["ab", "abc"])
+    assert plain.history_mask is not None and not plain.history_mask.any()
+
+    thought = "<think>hm</think>a"
+    answers = [thought, "ab", "abc"]
+    generator, completions = play(answers)
+    histories = [list(tokens) for tokens in generator.histories[0]]
+    assert histories[0] == list(prompt.tokens)
+    text = renderer.tokenizer.decode(histories[1])
+    assert "hm" not in text
+    (reply,) = re.findall(r"user\n(go \d)", text)
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": thought},
+        {"role": "user", "content": reply},
+    ]
+    assert histories[1] == renderer.prompt(Conversation(tuple(messages)))
+    # what follows has nothing to drop
+    ended = [*renderer.encode("ab"), end]
+    assert histories[2][: len(histories[1]) + len(ended)] == histories[1] + ended
+
+    row = row_of(completions, 0)
+    first = [*renderer.encode(thought), end]
+    assert row[: len(first)] == first
+    second = row[len(first) :]
+    assert second[: len(histories[2])] == histories[2]
+    assert second[len(histories[2]) :] == [*renderer.encode("abc"), end]
+    assert own_tokens(completions, 0) == [*first, *ended, *renderer.encode("abc"), end]
+    assert completions.history_mask is not None and completions.policy_mask is not None
+    is_history = completions.history_mask[0]
+    assert not (is_history & completions.policy_mask[0]).any()
+    (places,) = is_history.nonzero(as_tuple=True)
+    assert places.tolist() == list(range(len(first), int(places[-1]) + 1))
+    # A reward source reads every message once.
+    request = request_about([prompt], completions, renderer.tokenizer, (end,))
+    expected = f"{thought}\nuser\n{reply}\nassistant\nab\nuser\n"
+    assert request.responses[0].startswith(expected)
+    batch = unscored_batch([prompt], completions, pad_id=0)
+    assert turns_of(batch).tolist() == [3]
+    # The rewritten history takes the episode's room too.
+    size = len(first) + len(histories[1])
+    _, cut = play(answers, max_tokens=size)
+    assert row_of(cut, 0) == first
+    assert cut.finish_reasons == (FINISH_LENGTH,)
+    _, longer = play(answers, max_tokens=size + 2)
+    assert row_of(longer, 0) == [*first, *histories[1], *renderer.encode("ab")]
 
 
 def test_a_token_outside_the_vocabulary_ends_the_episode(renderer, mesh):

@@ -195,13 +195,13 @@ class Policy:
         return Completions(tokens, lengths, ("stop",) * count)
 
     def get_inference_log_probs(
-        self, sequences: Tensor, prompts: Tensor, lengths: Tensor, groups: Tensor, mask: None
+        self, sequences: Tensor, prompts: Tensor, lengths: Tensor, groups: Tensor, *masks: None
     ) -> Tensor:
         self.passes.append("policy")
         return torch.full((len(lengths), int(lengths.max())), -2.0)
 
     def get_init_policy_logprobs(
-        self, sequences: Tensor, prompts: Tensor, lengths: Tensor, groups: Tensor, mask: None
+        self, sequences: Tensor, prompts: Tensor, lengths: Tensor, groups: Tensor, *masks: None
     ) -> Tensor:
         self.passes.append("reference")
         return torch.full((len(lengths), int(lengths.max())), -3.0)

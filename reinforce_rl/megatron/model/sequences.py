@@ -7,6 +7,9 @@ without padding; a prompt is computed once, and every response of its group atte
     tokens     p p p p  q q q  a a a  b b b b b  c c  ...    a and b answer p, c answers q
     positions  0 1 2 3  0 1 2  4 5 6  4 5 6 7 8  3 4  ...
 
+An episode that the policy has read in several contexts (see `data.batches`) becomes several
+sequences of a pass by `split_contexts`.
+
 Notation: N sequences, S prompt plus response, B groups, P longest prompt, T longest response (of a
 group without its last token, which predicts nothing), s tokens of the row, n response tokens of the
 pass on this rank, h hidden or query heads, g key-value groups, d head size.
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -188,7 +191,104 @@ class PackedGroups(PackedSeqParams):
         return Predictions(rows, columns, hidden[0].index_select(0, before), targets)
 
 
-SequenceLayout = PaddedSequences | PackedGroups
+class ContextSequences:
+    """A layout of M contexts as one of the N episodes that they belong to.
+
+    Args:
+        layout: of the contexts.
+        response_lengths: int64 [N], of the episodes.
+    """
+
+    def __init__(
+        self,
+        layout: PaddedSequences | PackedGroups,
+        contexts: Contexts,
+        response_lengths: Tensor,
+        device: torch.device,
+    ):
+        self.response_lengths = response_lengths
+        self.stage_shape = layout.stage_shape
+        self._layout = layout
+        self._rows, self._columns = to_device((contexts.rows, contexts.columns), device)
+
+    def hidden(self, model: torch.nn.Module) -> Tensor:
+        return self._layout.hidden(model)
+
+    def predictions(self, hidden: Tensor) -> Predictions:
+        of_contexts = self._layout.predictions(hidden)
+        return replace(
+            of_contexts,
+            rows=self._rows[of_contexts.rows],
+            columns=self._columns[of_contexts.rows] + of_contexts.columns,
+        )
+
+
+SequenceLayout = PaddedSequences | PackedGroups | ContextSequences
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """The M contexts of N episodes, in order: what the policy has read before its answers."""
+
+    sequences: Tensor  # int64 [M, S], prompt then response, right-padded
+    prompt_lengths: Tensor  # int64 [M]; the prompt is the episode's or a rewritten history
+    response_lengths: Tensor  # int64 [M]
+    group_ids: Tensor  # int64 [M]; a rewritten history is a group to itself
+    response_mask: Tensor  # bool [M, T], the tokens to predict
+    rows: Tensor  # int64 [M], the episode
+    columns: Tensor  # int64 [M], where the response begins in the episode's
+
+
+def split_contexts(
+    sequences: Tensor,
+    prompt_lengths: Tensor,
+    response_lengths: Tensor,
+    group_ids: Tensor,
+    response_mask: Tensor,
+    history_mask: Tensor,
+    *,
+    pad_id: int = 0,
+) -> Contexts:
+    """Split episodes at their rewritten histories; the arguments are of `RolloutBatch`."""
+    width = response_mask.shape[1]
+    is_history = history_mask[:, :width] & length_mask(response_lengths, width)
+    # One more column, as a history may be the last of an episode.
+    is_history = F.pad(is_history, (0, 1))
+    follows_history = F.pad(is_history[:, :-1], (1, 0))
+    later_rows, first_columns = (is_history & ~follows_history).nonzero(as_tuple=True)
+    _, end_columns = (follows_history & ~is_history).nonzero(as_tuple=True)
+
+    # Of each context, the place in the episode's sequence of its first token, of the first one of
+    # its response, and behind its last.
+    rows = torch.cat((torch.arange(len(sequences)), later_rows))
+    firsts = torch.cat(
+        (torch.zeros_like(prompt_lengths), prompt_lengths[later_rows] + first_columns)
+    )
+    responses = torch.cat((prompt_lengths, prompt_lengths[later_rows] + end_columns))
+    order = torch.argsort(rows * (sequences.shape[1] + 1) + firsts)
+    rows = rows[order]
+    firsts = firsts[order]
+    responses = responses[order]
+    ends = (prompt_lengths + response_lengths)[rows]
+    ends[:-1] = torch.where(rows[1:] == rows[:-1], firsts[1:], ends[:-1])
+
+    lengths = ends - firsts
+    places = firsts[:, None] + torch.arange(int(lengths.max()))
+    tokens = sequences[rows[:, None], places.clamp(max=sequences.shape[1] - 1)]
+    answer_lengths = ends - responses
+    columns = responses - prompt_lengths[rows]
+    answer_columns = columns[:, None] + torch.arange(int(answer_lengths.max()))
+    mask = response_mask[rows[:, None], answer_columns.clamp(max=width - 1)]
+    new_groups = group_ids.max() + 1 + torch.arange(len(rows))
+    return Contexts(
+        sequences=tokens.masked_fill(~length_mask(lengths, tokens.shape[1]), pad_id),
+        prompt_lengths=responses - firsts,
+        response_lengths=answer_lengths,
+        group_ids=torch.where(firsts == 0, group_ids[rows], new_groups),
+        response_mask=mask & length_mask(answer_lengths, mask.shape[1]),
+        rows=rows,
+        columns=columns,
+    )
 
 
 def _predicted(response_lengths: Tensor, response_mask: Tensor | None) -> tuple[Tensor, Tensor]:
