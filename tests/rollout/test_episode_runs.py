@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,10 @@ from helpers.trainer_processes import TrainerProcesses, assert_equal_runs, has_f
 from rich.console import Console
 
 from reinforce_rl.config.load import load_config
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.debugging.replay import replay
 from reinforce_rl.errors import ConfigError, DataError, key_of
+from reinforce_rl.monitoring.records import read_tokens, rollout_files
 from reinforce_rl.preflight.run import examine
 from reinforce_rl.trainer.run import train
 from reinforce_rl.utils.files import write_json_lines
@@ -78,6 +81,46 @@ def test_an_environment_that_ends_at_once_is_a_reward_function(tmp_path):
         turns = {key: line.pop(key) for key in list(line) if key.endswith("/turns")}
         assert set(turns.values()) == {1.0}
         assert line == expected
+
+
+# A mark behind the last message, so that every reply rewrites the one before.
+LAST_IS_MARKED = (
+    "{% for message in messages %}{{ message['role'][0] | upper }}: {{ message['content'] }}"
+    "{% if loop.last %}*{% endif %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+
+
+def test_rewritten_histories_are_trained_on_and_replayed(tmp_path):
+    overrides_of(tmp_path, "odd_letters")  # writes the model
+    tokenizer = load_tokenizer(tmp_path / "model")
+    tokenizer.chat_template = LAST_IS_MARKED
+    tokenizer.save_pretrained(tmp_path / "model")
+    lines = run(tmp_path, "odd_letters", "trainer.reinforce.initial_policy_kl_penalty=0.1")
+    steps = [line for line in lines if "train/turns" in line]
+    assert max(line["train/turns"] for line in steps) > 1
+    # Contexts begin in the record, and the engine's log-probs are the trainer's.
+    tokens = read_tokens(rollout_files(tmp_path / "run")[2])
+    rewritten = [sample for sample in tokens if any(sample.history_mask or ())]
+    assert rewritten
+    for sample in rewritten:
+        columns = (
+            sample.policy_mask,
+            sample.history_mask,
+            sample.policy_log_probs,
+            sample.generator_log_probs,
+        )
+        for is_policy, is_history, trained, generated in zip(*columns, strict=True):
+            assert not (is_policy and is_history)
+            assert trained == pytest.approx(generated, abs=1e-5)
+            assert is_policy or trained == 0
+        texts = sample.token_texts or []
+        assert "*" in "".join(texts)
+        assert "hi" in "".join(itertools.compress(texts, sample.history_mask or ()))
+    replayed = replay(tmp_path / "run", 2, trust=True)
+    verdicts = {phase.name: phase.verdict for phase in replayed.phases}
+    unlike = {name for name, verdict in verdicts.items() if verdict != "same"}
+    assert unlike <= {"generate", "score"}
 
 
 def test_a_run_learns_from_episodes_and_resumes(tmp_path):

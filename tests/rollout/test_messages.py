@@ -59,6 +59,19 @@ def rows(*versions: list[float]) -> torch.Tensor:
     return torch.tensor(versions)
 
 
+def with_history(history: list[int], policy: list[int] | None) -> GenerationResult:
+    result = result_of(all_of(3))
+    lengths = torch.full((4,), 3)
+    masks = [
+        None if mask is None else torch.tensor(mask, dtype=torch.bool).expand(4, 3)
+        for mask in (history, policy)
+    ]
+    completions = replace(
+        result.completions, lengths=lengths, history_mask=masks[0], policy_mask=masks[1]
+    )
+    return replace(result, completions=completions)
+
+
 PADDED = rows([3, 3, 3], [9, 9, 9], [3, 0, 0], [3, 3, 8])
 BACKWARDS = rows([3, 5, 4], [9, 9, 9], [5, 0, 0], [3, 3, 8])
 NAN_IN_PADDING = rows([0, 0, 0], [0, 0, 0], [0, 0, math.nan], [0, 0, 0])
@@ -74,6 +87,7 @@ RIGHT = {
     ),
     "log-probs of at most 0": (REQUEST, with_log_probs(torch.linspace(-9, 0, 12).reshape(4, 3))),
     "older weights, which are dropped later": (ALLOW_NEWER, result_of(all_of(0))),
+    "a rewritten history": (REQUEST, with_history([0, 1, 0], [1, 0, 1])),
 }
 WRONG = {
     "other prompts": (REQUEST, result_of(all_of(3), prompt_ids=(9, 3))),
@@ -99,6 +113,8 @@ WRONG = {
     "a log-prob that is not finite": (REQUEST, with_log_probs(torch.full((4, 3), -math.inf))),
     "no number among the padding": (REQUEST, with_log_probs(NAN_IN_PADDING)),
     "a version below 0": (ALLOW_NEWER, result_of(all_of(-1))),
+    "a rewritten history that the policy wrote": (REQUEST, with_history([0, 1, 0], [1, 1, 0])),
+    "a rewritten history without an environment": (REQUEST, with_history([0, 1, 0], None)),
 }
 
 
