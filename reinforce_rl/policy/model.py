@@ -442,7 +442,8 @@ class _Samples(NamedTuple):
 
     def select(self, rows: Tensor) -> _Samples:
         history_mask = None if self.history_mask is None else self.history_mask[rows]
-        return _Samples(*(part[rows] for part in self[:-1]), history_mask)
+        tensors = [part[rows] for part in self[:-1]]
+        return _Samples(*tensors, history_mask=history_mask)
 
     def contexts(self, pad_id: int = 0) -> Contexts | None:
         """Split the samples; None if each is one context."""
