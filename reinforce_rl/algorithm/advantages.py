@@ -12,7 +12,7 @@ here only use tensor methods.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -264,6 +264,33 @@ def token_credit(
     is_last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))
     rewards = terminal[:, None].where(is_last, 0.0) - token_penalty.where(mask, 0.0)
     return (returns_to_go(rewards, mask, discount) - baseline[:, None]).where(mask, 0.0)
+
+
+def turn_credit(groups: RewardGroups, turn_rewards: Tensor, mask: Tensor) -> Tensor:
+    """Compute each turn's return less the others' mean return from the same turn: [N, T].
+
+    The return of a turn is the episode's reward less those of earlier turns, so the last turn has
+    all that no turn has given. Others that ended earlier have a return of 0. 0 outside the mask.
+    Unbiased: neither the earlier rewards nor the other samples depend on the turn's tokens.
+
+    Args:
+        groups: rewards of N whole episodes.
+        turn_rewards: [N, T], what single tokens have given of it, less the KL if it is in the
+            reward.
+        mask: bool [N, T], the policy's tokens; each run of them is a turn.
+    """
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    turn_of = starts.cumsum(-1) - 1
+    credit = turn_rewards.new_zeros(turn_rewards.shape)
+    for turn in range(int(starts.sum(-1).max()) if len(mask) else 0):
+        is_turn = mask & (turn_of == turn)
+        earlier = turn_rewards.where(mask & (turn_of < turn), 0.0).sum(-1)
+        has_turn = is_turn.any(-1) & groups.valid
+        returns = (groups.rewards - earlier).where(has_turn, 0.0)
+        values = leave_one_out(replace(groups, rewards=returns)).values
+        credit = values[:, None].where(is_turn, credit)
+    return credit
 
 
 def assign_credit(

@@ -123,8 +123,10 @@ class ReinforceConfig(Section):
         "none",
         "none, or mean 0 and std 1 over the batch's responses (sequence) or tokens (token)",
     )
-    credit_assignment: Literal["sequence", "token"] = key(
-        "sequence", "sequence: the response is one action; token: return-to-go of each token"
+    credit_assignment: Literal["sequence", "token", "turn"] = key(
+        "sequence",
+        "sequence: the response is one action; token: return-to-go of each token; turn: "
+        "return-to-go of each answer of an episode",
     )
     discount_factor: float = key(
         1.0, "gamma a token, with credit_assignment=token; below 1 is biased", gt=0, le=1
@@ -245,6 +247,11 @@ class ReinforceConfig(Section):
     def uses_reference(self) -> bool:
         """Whether the initial policy is kept, since a KL from it is taken."""
         return self.initial_policy_kl_penalty > 0
+
+    @property
+    def has_token_advantages(self) -> bool:
+        """Whether the advantages of a response's tokens may differ."""
+        return self.credit_assignment != "sequence"
 
     def takes_several_updates(self, prompts_per_update: int | None) -> bool:
         """Whether a rollout batch takes several optimizer steps, all but the first with a ratio.

@@ -89,7 +89,9 @@ def _algorithm(cfg: TrainConfig) -> Iterator[Fault]:
         )
     if rl.credit_assignment == "token":
         yield from _token_credit(cfg)
-    elif rl.discount_factor != 1.0:
+    if rl.credit_assignment == "turn":
+        yield from _turn_credit(cfg)
+    if rl.credit_assignment != "token" and rl.discount_factor != 1.0:
         yield settings_fault(
             cfg,
             ("trainer.reinforce.discount_factor",),
@@ -127,6 +129,56 @@ def _token_credit(cfg: TrainConfig) -> Iterator[Fault]:
             "it does more than subtract a baseline, so it cannot handle the KL of single tokens: "
             "set kl_placement=advantage or loss",
             key="config.advantage_estimator.conflicts_with_token_credit",
+        )
+
+
+def _turn_credit(cfg: TrainConfig) -> Iterator[Fault]:
+    """Check what credit_assignment=turn needs."""
+    rl = cfg.trainer.reinforce
+    assignment = "trainer.reinforce.credit_assignment"
+    if cfg.reward != "environment":
+        yield settings_fault(
+            cfg,
+            ("reward", assignment),
+            "the environment gives the rewards of turns: set reward=environment",
+            key="config.credit_assignment.turn_without_environment",
+        )
+    if rl.advantage_estimator != "rloo":
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.advantage_estimator", assignment),
+            "a turn's baseline is the other samples' mean return from it: expected rloo",
+            key="config.advantage_estimator.conflicts_with_turn_credit",
+        )
+    if rl.kl_placement == "advantage" or rl.kl_reduction != "sum":
+        yield settings_fault(
+            cfg,
+            (
+                "trainer.reinforce.kl_placement",
+                "trainer.reinforce.kl_reduction",
+                assignment,
+            ),
+            "each turn is charged the KL of its own tokens: expected sum, and reward or loss",
+            key="config.kl_placement.conflicts_with_turn_credit",
+        )
+    if rl.importance_ratio.startswith("sequence"):
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.importance_ratio", assignment),
+            "a ratio of the whole response needs one advantage for it: set importance_ratio=token",
+            key="config.importance_ratio.conflicts_with_turn_credit",
+        )
+    if rl.reward_shaping.standardization != "none" or rl.reward_shaping.scale != 1.0:
+        yield settings_fault(
+            cfg,
+            (
+                "trainer.reinforce.reward_shaping.standardization",
+                "trainer.reinforce.reward_shaping.scale",
+                assignment,
+            ),
+            "the rewards of earlier turns are subtracted as the environment gave them: expected "
+            "none and 1",
+            key="config.reward_shaping.conflicts_with_turn_credit",
         )
 
 

@@ -30,7 +30,13 @@ from reinforce_rl.data.finish_reasons import FINISH_OUTSIDE, FINISH_STOP
 
 # Fields of a `RolloutBatch`: tensors of shape [N], and tensors of shape [N, T] or None.
 _PER_SAMPLE = ("prompt_lengths", "response_lengths", "group_ids", "sample_ids", "rewards", "valid")
-_PER_TOKEN = ("generator_log_probs", "weight_versions", "log_probs", "init_log_probs")
+_PER_TOKEN = (
+    "generator_log_probs",
+    "weight_versions",
+    "log_probs",
+    "init_log_probs",
+    "turn_rewards",
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,9 @@ class Completions:
     # bool [N, T], True on history that the chat template rewrote: a context begins with each run of
     # such tokens. None without an environment.
     history_mask: Tensor | None = None
+    # float32 [N, T], the environment's reward of each answer at the answer's last token, else 0;
+    # None without an environment.
+    turn_rewards: Tensor | None = None
     # float32 [N], the sum over an episode's turns, NaN where the environment failed; None without
     # an environment.
     environment_rewards: Tensor | None = None
@@ -91,6 +100,7 @@ class Completions:
             weight_versions=None,
             policy_mask=None,
             history_mask=None,
+            turn_rewards=None,
         )
 
     def within_vocabulary(self, size: int, pad_id: int) -> Completions:
@@ -132,6 +142,7 @@ class RolloutBatch:
     weight_versions: Tensor | None = None  # int64 [N, T], as in `Completions`
     policy_mask: Tensor | None = None  # bool [N, T], as in `Completions`
     history_mask: Tensor | None = None  # bool [N, T], as in `Completions`
+    turn_rewards: Tensor | None = None  # float32 [N, T], as in `Completions`
     # float32 [N, T] under the actor at the sampling temperature, before any optimizer step on this
     # batch; 0 on padding; None if unused.
     log_probs: Tensor | None = None
@@ -274,6 +285,7 @@ def join_completions(parts: Sequence[Completions], pad_id: int) -> Completions:
         weight_versions=_join_or_none([part.weight_versions for part in parts], width),
         policy_mask=_join_masks(parts, "policy_mask", width, missing=True),
         history_mask=_join_masks(parts, "history_mask", width, missing=False),
+        turn_rewards=_join_or_none([part.turn_rewards for part in parts], width),
         environment_rewards=_join_environment_rewards(parts),
         environment_faults=tuple(fault for part in parts for fault in part.environment_faults),
     )

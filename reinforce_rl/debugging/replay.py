@@ -457,9 +457,7 @@ class _Replayer:
         parts = []
         if self._mesh.is_model_parallel_rank_0:
             rows = self._rows(step, self._prompts(batch), batch, data)
-            advantages = (
-                data.advantages if data is not None and cfg.credit_assignment == "token" else None
-            )
+            advantages = data.advantages if data is not None and cfg.has_token_advantages else None
             tokens = token_columns(batch, kl_estimator=cfg.kl_estimator_used, advantages=advantages)
             parts = self._mesh.gather_over_dp_on_first(Samples(rows, tokens))
         return samples_table(join_samples(parts, self._tokenizer)) if self._mesh.is_main else None

@@ -132,6 +132,7 @@ class StoredRun:
             weight_versions=None if versions is None else versions.long(),
             policy_mask=None if policy_mask is None else policy_mask.bool(),
             history_mask=None if history_mask is None else history_mask.bool(),
+            turn_rewards=table("turn_rewards"),
             log_probs=table("policy_log_probs"),
             init_log_probs=table("reference_log_probs"),
             source_rewards=source_rewards,

@@ -95,7 +95,7 @@ class SampleTokens:
     reference_log_probs: list[float] | None
     generator_log_probs: list[float] | None  # from the generation engine
     token_kl: list[float] | None  # nats, by kl_estimator
-    # with credit_assignment=token; otherwise each is `advantage`
+    # with credit_assignment=token or turn; otherwise each is `advantage`
     token_advantages: list[float] | None
     # Version of the weights, in steps, for each token; None for step - 1, if the training ranks
     # generate.
@@ -105,6 +105,9 @@ class SampleTokens:
     # True for history that the chat template rewrote, with which a context begins; None without an
     # environment.
     history_mask: list[bool] | None = None
+    # The environment's reward of each answer at the answer's last token, else 0; None without an
+    # environment.
+    turn_rewards: list[float] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the tokens for a line of JSON: values that are not finite become None."""
@@ -239,6 +242,7 @@ def token_columns(
         "weight_versions": batch.weight_versions,
         "policy_mask": batch.policy_mask,
         "history_mask": batch.history_mask,
+        "turn_rewards": batch.turn_rewards,
     }
     if kl_estimator and batch.log_probs is not None and batch.init_log_probs is not None:
         known["token_kl"] = token_kl(

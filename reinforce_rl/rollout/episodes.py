@@ -63,6 +63,7 @@ class Episode:
     log_probs: list[float] = field(default_factory=list)  # 0 on the environment's tokens
     is_policy: list[bool] = field(default_factory=list)
     is_history: list[bool] = field(default_factory=list)  # rewritten by the template
+    turn_rewards: list[float] = field(default_factory=list)  # at the last token of each answer
     # Where the context of the next answer begins in `tokens`; None: with the prompt.
     context_start: int | None = None
     turns: int = 0  # answers so far
@@ -86,6 +87,7 @@ class Episode:
         self.log_probs += answer.log_probs
         self.is_policy += [True] * len(answer.tokens)
         self.is_history += [False] * len(answer.tokens)
+        self.turn_rewards += [0.0] * len(answer.tokens)
         self.turns += 1
 
     def add_environment(self, tokens: Sequence[int], history: Sequence[int] = ()) -> None:
@@ -97,6 +99,7 @@ class Episode:
         self.log_probs += [0.0] * count
         self.is_policy += [False] * count
         self.is_history += [True] * len(history) + [False] * len(tokens)
+        self.turn_rewards += [0.0] * count
 
 
 @dataclass(frozen=True)
@@ -290,6 +293,8 @@ class EpisodeGenerator:
 
     def _take_outcome(self, episode: Episode, answer: PartialResponse, outcome: Outcome) -> None:
         episode.reward += outcome.reward
+        if episode.turn_rewards:
+            episode.turn_rewards[-1] += outcome.reward
         episode.fault = outcome.fault
         length = len(episode.tokens) + len(outcome.history) + len(outcome.tokens)
         if outcome.conversation is None:
@@ -344,6 +349,7 @@ def _completions_of(episodes: Sequence[Episode], pad_id: int) -> Completions:
         log_probs=padded((episode.log_probs for episode in episodes), torch.float32, 0.0),
         policy_mask=padded((episode.is_policy for episode in episodes), torch.bool, False),
         history_mask=padded((episode.is_history for episode in episodes), torch.bool, False),
+        turn_rewards=padded((episode.turn_rewards for episode in episodes), torch.float32, 0.0),
         environment_rewards=torch.tensor(rewards, dtype=torch.float32),
         environment_faults=tuple(episode.fault for episode in episodes),
     )

@@ -32,6 +32,7 @@ _TENSORS = (
     "weight_versions",
     "policy_mask",
     "history_mask",
+    "turn_rewards",
     "environment_rewards",
 )
 

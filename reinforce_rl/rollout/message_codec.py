@@ -126,6 +126,7 @@ _COMPLETIONS = {
     "weight_versions": (torch.int64, 2),
     "policy_mask": (torch.bool, 2),
     "history_mask": (torch.bool, 2),
+    "turn_rewards": (torch.float32, 2),
     "environment_rewards": (torch.float32, 1),
 }
 _NEEDED = ("tokens", "lengths")

@@ -73,6 +73,7 @@ def unscored_batch(
         weight_versions=completions.weight_versions,
         policy_mask=completions.policy_mask,
         history_mask=completions.history_mask,
+        turn_rewards=completions.turn_rewards,
     )
 
 

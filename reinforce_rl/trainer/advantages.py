@@ -15,6 +15,7 @@ from reinforce_rl.algorithm.advantages import (
     ADVANTAGE_ESTIMATORS,
     RewardGroups,
     assign_credit,
+    turn_credit,
     whiten,
 )
 from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
@@ -25,6 +26,7 @@ from reinforce_rl.algorithm.rewards import (
     subtract_truncation_penalty,
 )
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
+from reinforce_rl.errors import DataError
 
 if TYPE_CHECKING:
     from reinforce_rl.config.actor import ReinforceConfig
@@ -68,6 +70,22 @@ def shaped_rewards(
         buffer=cfg.overlong_buffer,
         max_length=max_length,
     )
+
+
+def _turn_rewards(batch: RolloutBatch) -> Tensor:
+    """Return the environment's rewards [N, T] of single turns.
+
+    Raises DataError if the samples, as those of an earlier record, do not have them.
+    """
+    if batch.turn_rewards is not None:
+        return batch.turn_rewards[:, : batch.width]
+    if len(batch.rewards):
+        raise DataError(
+            "credit_assignment=turn needs the rewards of turns, which these samples do not have; "
+            "expected samples of reward=environment. Set credit_assignment=sequence or token",
+            key="advantages.turn_rewards.missing",
+        )
+    return torch.zeros(batch.response_mask.shape)
 
 
 def reinforce_batch(
@@ -119,17 +137,24 @@ def reinforce_batch(
     if cfg.truncated_samples == "mask":
         trains = trains & batch.is_end
     trained_tokens = batch.response_mask & trains[:, None]
-    token_advantages = assign_credit(
-        advantages,
-        local_rewards,
-        kl,
-        kl_tokens,
-        trained_tokens,
-        beta=past.beta.value,
-        kl_placement=cfg.kl_placement,
-        assignment=cfg.credit_assignment,
-        discount=cfg.discount_factor,
-    )
+    if cfg.credit_assignment == "turn":
+        # A group lies on one rank.
+        local_groups = RewardGroups(groups.rewards[local_rows], batch.group_ids, batch.valid)
+        turn_rewards = _turn_rewards(batch) - reward_beta * kl_tokens
+        credit = turn_credit(local_groups, turn_rewards, batch.response_mask)
+        token_advantages = credit.where(trained_tokens, 0.0)
+    else:
+        token_advantages = assign_credit(
+            advantages,
+            local_rewards,
+            kl,
+            kl_tokens,
+            trained_tokens,
+            beta=past.beta.value,
+            kl_placement=cfg.kl_placement,
+            assignment=cfg.credit_assignment,
+            discount=cfg.discount_factor,
+        )
     if cfg.advantage_whitening != "none":
         token_advantages = whiten(
             token_advantages,

@@ -344,7 +344,7 @@ class ReinforceTrainer:
             batch,
             with_tokens=self.logger.records_tokens(self.step),
             kl_estimator=self.cfg.kl_estimator_used,
-            advantages=batch.advantages if self.cfg.credit_assignment == "token" else None,
+            advantages=batch.advantages if self.cfg.has_token_advantages else None,
         )
 
     def update_time_budget(self) -> None:

@@ -70,6 +70,7 @@ def rollouts(
         weight_versions=table.long() // 100,
         policy_mask=table.long() % 3 != 1,
         history_mask=mask & (table.long() % 5 == 2),
+        turn_rewards=table - 0.25,
     )
 
 
@@ -83,7 +84,7 @@ def rows_of(batch: RolloutBatch) -> list[dict[str, object]]:
         row: dict[str, object] = {"sequences": batch.sequences[i, :used].tolist()}
         for field in dataclasses.fields(batch):
             value = getattr(batch, field.name)
-            if field.name.endswith(("log_probs", "weight_versions", "_mask")):
+            if field.name.endswith(("log_probs", "weight_versions", "_mask", "turn_rewards")):
                 row[field.name] = None if value is None else value[i, :length].tolist()
             elif field.name == "source_rewards":
                 row[field.name] = {name: float(values[i]) for name, values in value.items()}

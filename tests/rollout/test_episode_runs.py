@@ -27,7 +27,7 @@ from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.debugging.replay import replay
 from reinforce_rl.errors import ConfigError, DataError, key_of
-from reinforce_rl.monitoring.records import read_tokens, rollout_files
+from reinforce_rl.monitoring.records import read_rows, read_tokens, rollout_files
 from reinforce_rl.preflight.run import examine
 from reinforce_rl.trainer.run import train
 from reinforce_rl.utils.files import write_json_lines
@@ -261,6 +261,51 @@ def test_faults_of_the_configuration(override, key, tmp_path):
     with pytest.raises(ConfigError) as raised:
         load_config(compose(*overrides_of(tmp_path, "odd_letters"), override))
     assert key in keys_of(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["advantage_estimator=grpo"], "config.advantage_estimator.conflicts_with_turn_credit"),
+        (["kl_placement=advantage"], "config.kl_placement.conflicts_with_turn_credit"),
+        (["kl_reduction=mean"], "config.kl_placement.conflicts_with_turn_credit"),
+        (["importance_ratio=sequence"], "config.importance_ratio.conflicts_with_turn_credit"),
+        (["reward_shaping.scale=2"], "config.reward_shaping.conflicts_with_turn_credit"),
+        (
+            ["reward_shaping.standardization=running"],
+            "config.reward_shaping.conflicts_with_turn_credit",
+        ),
+        (["discount_factor=0.9"], "config.discount_factor.without_token_credit"),
+    ],
+)
+def test_what_credit_by_turn_needs(overrides, key, tmp_path):
+    overrides = [f"trainer.reinforce.{text}" for text in ["credit_assignment=turn", *overrides]]
+    with pytest.raises(ConfigError) as raised:
+        load_config(compose(*overrides_of(tmp_path, "odd_letters", *overrides)))
+    assert keys_of(raised.value) == [key]
+
+
+def test_credit_by_turn_needs_an_environments_rewards(tmp_path):
+    function = ("reward=function", f"reward_function.name={ENVIRONMENTS}.parity_reward")
+    overrides = (*function, "trainer.reinforce.credit_assignment=turn")
+    with pytest.raises(ConfigError) as raised:
+        load_config(compose(*overrides_of(tmp_path, "odd_letters", *overrides)))
+    assert keys_of(raised.value) == ["config.credit_assignment.turn_without_environment"]
+
+
+def test_a_run_with_credit_by_turn(tmp_path):
+    run(tmp_path, "odd_letters", "trainer.reinforce.credit_assignment=turn")
+    path = rollout_files(tmp_path / "run")[2]
+    pairs = list(zip(read_rows(path), read_tokens(path), strict=True))
+    several = 0
+    for row, sample in pairs:
+        of_policy = list(
+            itertools.compress(sample.token_advantages or [], sample.policy_mask or [])
+        )
+        several += len(set(of_policy)) > 1
+        if row.valid:
+            assert sum(sample.turn_rewards or []) == pytest.approx(row.reward)
+    assert several
 
 
 def test_settings_without_a_name(tmp_path):

@@ -109,6 +109,10 @@ def test_a_row_is_the_rendered_conversation(renderer, mesh):
     assert completions.finish_reasons == (FINISH_STOP, FINISH_STOP)
     assert completions.environment_rewards is not None
     assert completions.environment_rewards.tolist() == [0.5 + 0.0] * 2
+    assert completions.turn_rewards is not None
+    for row in completions.turn_rewards.tolist():
+        # at the end token of the first answer
+        assert row == [0.0, 0.0, 0.5] + [0.0] * (len(row) - 3)
     assert completions.environment_faults == (None, None)
     for row, prompt in enumerate(prompts):
         whole = [*prompt.tokens, *row_of(completions, row)]
