@@ -177,7 +177,7 @@ def _harmony(text: str) -> _Read:
     return _Read("\n".join(contents), [], "\n".join(thoughts))
 
 
-TOOL_FORMATS: Mapping[str, Callable[[str], _Read]] = {
+TOOL_FORMATS: dict[str, Callable[[str], _Read]] = {
     "hermes": _hermes,
     "llama3": _llama3,
     "mistral": _mistral,

@@ -60,6 +60,7 @@ from reinforce_rl.utils.user_class import OR_A_CLASS, import_user_class
 ANSWER_BYTES = 1 << 20  # maximum of an answer, as JSON
 REPLY_BYTES = 1 << 18  # maximum of a reply, as JSON
 _CHUNK = 1 << 16
+_TOOLS_FILE = inspect.getfile(Tools)
 
 # Called with (record, rng); returns what is called with each answer.
 Start = Callable[[dict[str, Any], random.Random], Callable[[str], object]]
@@ -296,7 +297,7 @@ class _Player:
             else:
                 returned = self._episode(answer)
         except BaseException as error:  # KeyboardInterrupt and SystemExit too
-            fault = f"{type(error).__name__}{place_of(error)}"
+            fault = f"{type(error).__name__}{place_of(error, _TOOLS_FILE)}"
             return {"fault": fault, "text": str(error)[:MESSAGE_LETTERS]}
         try:
             return {**normalized(returned), "fault": "", "text": ""}

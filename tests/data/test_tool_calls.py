@@ -295,8 +295,8 @@ def test_the_policys_own_form_of_a_call_stays(name, tmp_path):
     before = list(row.tokens)
     turn = row.play(texts[tool_format])
     assert turn.continues
-    own = [*before, *row.renderer.encode(texts[tool_format]), row.stop_id]
-    assert row.tokens == [*own, *turn.tokens]
+    answered = [*before, *row.renderer.encode(texts[tool_format]), row.stop_id]
+    assert row.tokens == [*answered, *turn.tokens]
     rendered = row.renderer.prompt_text(turn.conversation)
     assert rendered.endswith(row.renderer.tokenizer.decode([row.stop_id, *turn.tokens]))
 
