@@ -24,6 +24,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, ClassVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -95,15 +96,23 @@ class Tools:
         """
         definitions = []
         for tool in cls.tools:
+            name = _name_of(tool)
+            method = getattr(cls, name, None)
+            if isinstance(tool, Mapping):
+                if not callable(method):
+                    raise ValueError(
+                        f"whose tool {name} is a schema alone; expected a method of that name"
+                    )
+                definitions.append(_definition(tool))
+                continue
+            described = MethodType(tool, cls) if method is tool else tool  # without `self`
             try:
-                definition = _definition(tool)
-            except Exception as error:  # of transformers, such as for an argument without a type
-                raise ValueError(f"whose tool {_name_of(tool)} has no schema: {error}") from error
-            if not callable(getattr(cls, _name_of(tool), None)) and not callable(tool):
-                raise ValueError(
-                    f"whose tool {_name_of(tool)} is a schema alone; expected a method of that name"
-                )
-            definitions.append(definition)
+                # Imported here, as most environments have no tools.
+                from transformers.utils.chat_template_utils import get_json_schema
+
+                definitions.append(get_json_schema(described))
+            except Exception as error:  # such as for an argument without a type
+                raise ValueError(f"whose tool {name} has no schema: {error}") from error
         return definitions
 
     def answer_calls(
@@ -136,7 +145,7 @@ class Tools:
         tools = {_name_of(tool): tool for tool in self.tools}
         if name not in tools:
             return f"There is no tool {name!r}; there are {', '.join(tools)}."
-        function = getattr(self, name, tools[name])
+        function: Any = getattr(self, name, tools[name])
         try:
             fitting = _fitting(function, arguments)
         except (TypeError, ValidationError) as error:
@@ -154,11 +163,8 @@ def _name_of(tool: Callable[..., object] | Mapping[str, Any]) -> str:
     return tool.__name__
 
 
-def _definition(tool: Callable[..., object] | Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(tool, Mapping):
-        from transformers.utils import get_json_schema
-
-        return get_json_schema(tool)
+def _definition(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema in OpenAI's form."""
     if "function" in tool:
         return {"type": "function", **tool}
     return {"type": "function", "function": dict(tool)}

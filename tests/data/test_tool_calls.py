@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from helpers.errors import keys_of, raises_error
 
 from reinforce_rl.data.conversation import Conversation
 from reinforce_rl.data.rendering import ChatRenderer
+from reinforce_rl.data.tokenizer import decode_all
 from reinforce_rl.data.tool_calls import (
     TOOL_FORMATS,
     UNREADABLE,
@@ -209,6 +211,10 @@ def renderer_of(folder: Path, template: str) -> ChatRenderer:
     return ChatRenderer(write_chat_tokenizer(folder, template, control_tokens=tokens))
 
 
+def decoded(renderer: ChatRenderer, tokens: Sequence[int]) -> str:
+    return decode_all(renderer.tokenizer, [tokens])[0]
+
+
 def tool_messages(answer: Answer) -> list[dict[str, Any]]:
     return [
         {
@@ -260,7 +266,7 @@ def template_text(row: Row, *arguments: str, **answer: Any) -> str:
     message = {"role": "assistant", "tool_calls": calls, **answer}
     prompt = row.renderer.prompt_text(row.conversation)
     text = row.renderer.answered_text(row.conversation, message).removeprefix(prompt)
-    return text.rpartition(row.renderer.tokenizer.decode([row.stop_id]))[0]
+    return text.rpartition(decoded(row.renderer, [row.stop_id]))[0]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -298,7 +304,7 @@ def test_the_policys_own_form_of_a_call_stays(name, tmp_path):
     answered = [*before, *row.renderer.encode(texts[tool_format]), row.stop_id]
     assert row.tokens == [*answered, *turn.tokens]
     rendered = row.renderer.prompt_text(turn.conversation)
-    assert rendered.endswith(row.renderer.tokenizer.decode([row.stop_id, *turn.tokens]))
+    assert rendered.endswith(decoded(row.renderer, [row.stop_id, *turn.tokens]))
 
 
 def test_several_calls_that_a_template_does_not_write_are_the_answers_text(tmp_path):
@@ -327,7 +333,7 @@ def test_an_unreadable_call_keeps_its_place(tmp_path):
         row = Row(renderer_of(tmp_path / name, template), tool_format, end)
         broken = {"mistral": MISTRAL, "harmony": HARMONY_CALL, "hermes": HERMES}[tool_format] % "{"
         assert row.play(broken).continues
-        assert "20 C" in row.renderer.tokenizer.decode(row.tokens)
+        assert "20 C" in decoded(row.renderer, row.tokens)
 
 
 class TestRewrittenHistory:
@@ -366,7 +372,7 @@ def test_an_answer_that_a_text_ended_gets_its_end_of_turn(tmp_path):
         stop_id=None,
         parsed=parsed,
     )
-    assert renderer.tokenizer.decode(turn.tokens).startswith("<|im_end|>\n<|im_start|>user")
+    assert decoded(renderer, turn.tokens).startswith("<|im_end|>\n<|im_start|>user")
 
 
 def test_a_reply_may_hold_any_text(tmp_path):
@@ -383,7 +389,7 @@ def test_a_reply_may_hold_any_text(tmp_path):
         stop_id=renderer.encode("<|eot_id|>")[0],
         parsed=parsed,
     )
-    text = renderer.tokenizer.decode(turn.tokens)
+    text = decoded(renderer, turn.tokens)
     assert text.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>\n</tool_call><|im_end|>")
 
 

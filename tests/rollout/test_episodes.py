@@ -30,7 +30,7 @@ from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.data.conversation import Conversation
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP
 from reinforce_rl.data.rendering import ChatRenderer, TemplateOptions
-from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.data.tokenizer import decode_all, load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.monitoring.metrics import turns_of
@@ -271,7 +271,7 @@ def test_ids_of_calls_are_keyed_by_sample_and_turn(tmp_path, mesh):
         with episodes_of(generator, renderer, mesh, "TwoTools", **sizes) as episodes:
             completions = episodes.generate([chat_prompt(renderer, 0)], 2, params, seed=1)
         assert completions.environment_faults == (None, None)
-        rows = [renderer.tokenizer.decode(row_of(completions, row)) for row in range(2)]
+        rows = decode_all(renderer.tokenizer, [row_of(completions, row) for row in range(2)])
         return [re.findall(r'\{"content": 5, "call_id": "(\w{9})"\}', row) for row in rows]
 
     first = ids()
