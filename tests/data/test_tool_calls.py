@@ -282,6 +282,7 @@ def test_a_row_with_calls_is_the_rendered_conversation(name, tmp_path):
         assert row.play(text).continues
         # The tokenizer knows single characters, so it has no choice.
         assert row.tokens == renderer.prompt(row.conversation)
+    assert "tool_calls" in row.conversation.messages[1]
     roles = [message["role"] for message in row.conversation.messages]
     assert roles == ["user", "assistant", "tool", "assistant", *["tool"] * len(several)]
 
@@ -354,6 +355,12 @@ class TestRewrittenHistory:
         row = Row(renderer_of(tmp_path, MISTRAL_TOOLS), "mistral", "</s>", TOOL)
         row.play(template_text(row, ROME))
         assert not row.play(" warm", [{"role": "user", "content": "sure"}]).continues
+
+    def test_a_system_message_that_moves(self, tmp_path):
+        row = Row(renderer_of(tmp_path, MISTRAL_TOOLS), "mistral", "</s>")
+        system = {"role": "system", "content": "be brief"}
+        row.conversation = Conversation((system, QUESTION))
+        assert not row.play(MISTRAL % ROME).continues
 
     def test_a_thought_that_is_dropped(self, tmp_path):
         row = Row(renderer_of(tmp_path, QWEN3), "hermes", "<|im_end|>")

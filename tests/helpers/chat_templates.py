@@ -197,17 +197,18 @@ SMOLLM2 = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-# Like Mistral 7B v0.3: tools stand before the last user message, calls and results have ids of nine
-# letters, and a tool's message needs the calls before it.
+# Like Mistral 7B v0.3: tools stand before the last user message, which has the system message while
+# nothing follows; calls and results have ids of nine letters, and a tool's message needs its call.
 MISTRAL_TOOLS = """{{- bos_token }}
 {%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
-{%- set ns = namespace(ids=[]) %}
+{%- set ns = namespace(ids=[], system='') %}
 {%- for message in messages %}
-    {%- if message.role == 'user' %}
+    {%- if message.role == 'system' %}{%- set ns.system = message.content + '\\n\\n' %}
+    {%- elif message.role == 'user' %}
         {%- if tools and message == users[-1] %}
             {{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}
         {%- endif %}
-        {{- '[INST] ' + message.content + '[/INST]' }}
+        {{- '[INST] ' + (ns.system if loop.last else '') + message.content + '[/INST]' }}
     {%- elif message.tool_calls is defined %}
         {{- '[TOOL_CALLS] [' }}
         {%- for call in message.tool_calls %}

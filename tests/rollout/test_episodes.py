@@ -266,7 +266,8 @@ def test_ids_of_calls_are_keyed_by_sample_and_turn(tmp_path, mesh):
     text = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": 3}}]'
 
     def ids() -> list[list[str]]:
-        generator = Scripted(renderer, lambda prompt, turn: text if turn < 3 else "abc", end)
+        # turns of both samples count, so each has two answers that call
+        generator = Scripted(renderer, lambda prompt, turn: text if turn < 5 else "abc", end)
         sizes = {"vocab_size": 1000, "max_tokens": 1000}
         with episodes_of(generator, renderer, mesh, "TwoTools", **sizes) as episodes:
             completions = episodes.generate([chat_prompt(renderer, 0)], 2, params, seed=1)
