@@ -35,6 +35,7 @@ class Answer:
     # What is wrong, by the id of a call that could not be read.
     faults: Mapping[str, str] = field(default_factory=dict)
     thinking: str = ""  # harmony's analysis
+    has_channels: bool = False  # harmony's: its text is more than its content
 
     @property
     def message(self) -> dict[str, Any]:
@@ -60,6 +61,7 @@ class _Read:
     content: str
     calls: list[_Call]
     thinking: str = ""
+    has_channels: bool = False
 
 
 def read_answer(text: str, tool_format: str, key: int) -> Answer:
@@ -83,7 +85,7 @@ def read_answer(text: str, tool_format: str, key: int) -> Answer:
         calls.append({"id": call_id, "type": "function", "function": function})
         if call.fault:
             faults[call_id] = call.fault
-    return Answer(parts.content, tuple(calls), faults, parts.thinking)
+    return Answer(parts.content, tuple(calls), faults, parts.thinking, parts.has_channels)
 
 
 def _id_of(key: int, index: int) -> str:
@@ -173,8 +175,8 @@ def _harmony(text: str) -> _Read:
         return _Read(text, [])
     if calls:
         # The template of gpt-oss takes one text beside a call, as analysis.
-        return _Read("", calls, "\n".join((*thoughts, *contents)))
-    return _Read("\n".join(contents), [], "\n".join(thoughts))
+        return _Read("", calls, "\n".join((*thoughts, *contents)), True)
+    return _Read("\n".join(contents), [], "\n".join(thoughts), True)
 
 
 TOOL_FORMATS: dict[str, Callable[[str], _Read]] = {

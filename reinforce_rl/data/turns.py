@@ -64,7 +64,7 @@ def next_turn(
         DataError: the template refuses the messages or leaves out answers.
     """
     forms = [_answer(answer)]
-    if parsed is not None and (parsed.calls or parsed.thinking):
+    if parsed is not None and (parsed.calls or parsed.has_channels):
         # Llama's template refuses several calls in a message, and others do not write any; they
         # render a tool's message behind the text as well.
         forms.insert(0, parsed.message)

@@ -247,6 +247,8 @@ class EpisodeGenerator:
         for (episode, _), text, read in zip(asked, texts, parsed, strict=True):
             calls = () if read is None else read.calls
             faults = None if read is None else read.faults
+            if read is not None and read.has_channels:
+                text = read.content  # without thoughts, and names of channels
             self._environment.answer(episode.number, text, calls, faults)
         turns: dict[int, Turn] = {}
         while self._environment.under_way:

@@ -173,7 +173,7 @@ def test_a_final_answer_of_harmony():
     text = (
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>warm"
     )
-    assert read_answer(text, "harmony", 1) == Answer("warm", thinking="hm")
+    assert read_answer(text, "harmony", 1) == Answer("warm", thinking="hm", has_channels=True)
 
 
 def test_ids_follow_the_key_unless_the_policy_wrote_them():
@@ -360,7 +360,14 @@ class TestRewrittenHistory:
         row = Row(renderer_of(tmp_path, MISTRAL_TOOLS), "mistral", "</s>")
         system = {"role": "system", "content": "be brief"}
         row.conversation = Conversation((system, QUESTION))
-        assert not row.play(MISTRAL % ROME).continues
+        with raises_error("chat_template.message.left_out"):
+            row.play(MISTRAL % ROME)
+
+    def test_a_text_before_the_calls_that_changes(self, tmp_path):
+        row = Row(
+            renderer_of(tmp_path, "{{- messages | length }}" + QWEN25), "hermes", "<|im_end|>"
+        )
+        assert not row.play(HERMES % ROME).continues
 
     def test_a_thought_that_is_dropped(self, tmp_path):
         row = Row(renderer_of(tmp_path, QWEN3), "hermes", "<|im_end|>")

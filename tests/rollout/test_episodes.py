@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.chat_templates import (
     CONTROL_TOKENS,
+    HARMONY,
     LLAMA3,
     MISTRAL_TOOLS,
     QWEN3,
@@ -280,6 +281,22 @@ def test_ids_of_calls_are_keyed_by_sample_and_turn(tmp_path, mesh):
     assert len({*first[0], *first[1]}) == 4
 
 
+def test_a_final_answer_is_graded_without_its_channels(tmp_path, mesh):
+    tokens = (*CONTROL_TOKENS, *TOOL_TOKENS)
+    renderer = ChatRenderer(write_chat_tokenizer(tmp_path, HARMONY, control_tokens=tokens))
+    ends = tuple(renderer.encode("<|call|><|return|>"))
+    params = SamplingParams(max_length=200, stop_token_ids=ends)
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>eeeee"
+    )
+    generator = Scripted(renderer, lambda prompt, turn: text, ends[1])
+    sizes = {"vocab_size": 1000, "max_tokens": 1000}
+    with episodes_of(generator, renderer, mesh, "TwoTools", **sizes) as episodes:
+        completions = episodes.generate([chat_prompt(renderer, 0)], 1, params, seed=1)
+    assert completions.environment_rewards is not None
+    assert completions.environment_rewards.tolist() == [1 + 5 / 8]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return tiny_llama_folder(
@@ -315,6 +332,8 @@ def test_log_probs_are_those_of_the_whole_row(model, mesh):
 class RandomReplies:
     """Plays an environment's part in this process: replies at random, now and then the last one."""
 
+    tools = None
+
     def __init__(self, draw: random.Random, roles: Sequence[str]):
         self._draw = draw
         self._roles = roles
@@ -323,7 +342,7 @@ class RandomReplies:
     def begin(self, episode: int, record: Any, **keys: int) -> None:
         pass
 
-    def answer(self, episode: int, text: str) -> None:
+    def answer(self, episode: int, text: str, calls: object, faults: object) -> None:
         draw = self._draw
         if draw.random() < 0.3:
             self._turns.append(Turn(episode, is_end=True))
