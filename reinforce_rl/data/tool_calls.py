@@ -1,7 +1,8 @@
 """Tool calls in the text of an answer, in the formats of the model families.
 
-transformers' `parse_response` is not used: releases from 4.57 on have three forms of it, few
-tokenizers have the description that it reads, and one call that is not JSON fails the whole answer.
+transformers' `parse_response` is not used: its description of a format differs between the releases
+that this package allows, few tokenizers have one, and a call that is not JSON fails the whole
+answer.
 """
 
 from __future__ import annotations
