@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from reinforce_rl.config.base import Count, Fields, Positive, Section, Text, key
 
 
@@ -13,6 +15,11 @@ class EnvironmentConfig(Section):
         "dotted name of a function or class that answers the policy; null: episodes of one answer",
     )
     kwargs: Fields = key({}, "its keyword arguments, as +environment.kwargs.NAME=VALUE")
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "harmony"] = key(
+        "auto",
+        "form of the policy's tool calls, which a class with tools runs; auto: as the model's "
+        "chat template writes them",
+    )
     max_turns: Count = key(
         4, "answers of an episode; after the last one its messages are not read", "answers"
     )

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from reinforce_rl.data import jsonl, readers
 from reinforce_rl.data.batches import Prompt
-from reinforce_rl.data.conversation import KWARGS_KEY, Conversation
+from reinforce_rl.data.conversation import KWARGS_KEY, TOOLS_KEY, Conversation, read_tools
 from reinforce_rl.data.data_prefix import SPLITS, resolve_data_prefix
 from reinforce_rl.data.jsonl import LineFaults, Record
 from reinforce_rl.data.nemo_aligner import is_nemo_text
@@ -110,6 +110,7 @@ class PromptDataset(Dataset[Prompt]):
         system_prompt: str | None = None,
         split: str = "train",
         template: TemplateOptions = DEFAULT_OPTIONS,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> PromptDataset:
         """Load prompts from any source that `readers` reads.
 
@@ -132,6 +133,7 @@ class PromptDataset(Dataset[Prompt]):
             system_prompt: for conversations without a system message.
             split: of an entry that has several splits.
             template: options of the chat template.
+            tools: for conversations without tools, in OpenAI's form.
 
         Raises:
             ConfigError: the tokenizer lacks what an option needs, or `weights` cannot be met.
@@ -146,7 +148,9 @@ class PromptDataset(Dataset[Prompt]):
         advice = "Correct or remove these lines."
         renderer = ChatRenderer(tokenizer, template)
         unread: Counter[str] = Counter()
-        render = partial(_render, renderer, columns, apply_chat_template, system_prompt, unread)
+        render = partial(
+            _render, renderer, columns, apply_chat_template, system_prompt, tools, unread
+        )
         prompts: list[Prompt] = []
         sizes: list[int] = []
         skipped: list[tuple[str, int]] = []
@@ -365,6 +369,7 @@ def _render(
     columns: Columns,
     apply_chat_template: bool,
     system_prompt: str | None,
+    tools: Sequence[Mapping[str, Any]],
     unread: Counter[str],
     record: Record,
 ) -> tuple[str, Prompt]:
@@ -418,6 +423,8 @@ def _render(
     metadata = {name: item for name, item in value.items() if name not in (key, *absent)}
     if not messages:
         return record.where, Prompt(-1, str(content), (), metadata)
+    if tools and not read_tools(metadata.get(TOOLS_KEY)):
+        metadata[TOOLS_KEY] = [dict(tool) for tool in tools]
     conversation = Conversation.of_record(messages, metadata)
     unread.update(renderer.unread(conversation.kwargs))
     text = jsonl.check_text(renderer.prompt_text(conversation), key)

@@ -109,6 +109,14 @@ class ChatRenderer:
         text = "\n".join(templates.values()) if isinstance(templates, dict) else templates
         return [name for name in kwargs if not re.search(rf"\b{re.escape(name)}\b", text)]
 
+    @property
+    def reads_tools(self) -> bool:
+        """True if the chat template has a place for tools."""
+        templates = self.tokenizer.chat_template or ""
+        if isinstance(templates, dict):
+            return any(_reads_tools(template) for template in templates.values())
+        return _reads_tools(templates)
+
     # Texts
 
     def prompt_text(self, conversation: Conversation) -> str:
@@ -255,7 +263,7 @@ class ChatRenderer:
             sentence = f"the tokenizer of {tokenizer.name_or_path}: {error}"
             fault = Fault(sentence, key="chat_template.template.several")
             raise ConfigError([fault]) from error
-        if tools and not re.search(r"\btools\b", template):
+        if tools and not _reads_tools(template):
             raise DataError(
                 f"{TOOLS_KEY} has {len(tools)} tools, which the chat template does not read; use a "
                 "model whose template does, or give the column another name: "
@@ -349,6 +357,10 @@ def reads_date(folder: str | Path) -> bool:
 
 def _with_answer(conversation: Conversation, answer: Mapping[str, Any]) -> Conversation:
     return replace(conversation, messages=(*conversation.messages, answer))
+
+
+def _reads_tools(template: str) -> bool:
+    return bool(re.search(r"\btools\b", template))
 
 
 def _can_sanitize(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -73,7 +73,7 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
     of the run is checked.
     """
     config, faults = read_config(cfg, is_plan=True)
-    inputs = read_inputs(config)
+    inputs = read_inputs(config if here else _without_sandbox(config))
     memory: list[RankMemory] = []
     if not faults:
         layout = layout_of(config)
@@ -85,8 +85,16 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
         print_warnings(console, list(_warnings(config, inputs, memory, here=here)))
     faults += [*inputs.faults, *_weight_faults(config, inputs)]
     faults += function_faults(config, here=here)
-    faults += environment_faults(config.environment, here=here)
+    # The data sets have loaded it as well, for its tools.
+    load_faults = environment_faults(config.environment, here=here)
+    faults += [fault for fault in load_faults if fault not in faults]
     return Examination(config, inputs, memory, faults)
+
+
+def _without_sandbox(config: TrainConfig) -> TrainConfig:
+    """Return a configuration whose environment is loaded without bubblewrap, as on a login node."""
+    environment = config.environment.model_copy(update={"sandbox": False})
+    return config.model_copy(update={"environment": environment})
 
 
 def wide_console() -> Console:

@@ -4,11 +4,12 @@ It imports the environment and forks for each episode, for the reasons of `funct
 process of an episode lives until the episode ends; when the owner's connection ends, so do all.
 
 Receives `EnvironmentPool`'s settings; then messages {"episode": ID, ...}: with "begin", the
-episode's record and random keys; with "answer" and "seconds", an answer and the time limit of its
-reply; with neither, the end of the episode.
+episode's record and random keys; with "answer", "calls", "faults" and "seconds", an answer, its
+tool calls, what is wrong with them, and the time limit of its reply; with neither, the end of the
+episode.
 
-Sends {"faults": [[SENTENCE, KEY], ...], "source": sha256} as JSON; then for each answer
-{"episode", "messages", "reward", "is_end", "fault", "text"}.
+Sends {"faults": [[SENTENCE, KEY], ...], "source": sha256, "tools": definitions} as JSON; then for
+each answer {"episode", "messages", "reward", "is_end", "fault", "text"}.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from select import POLLIN
 from typing import Any
 
 from reinforce_rl.errors import Fault
-from reinforce_rl.rewards.environment import normalized
+from reinforce_rl.rewards.environment import Tools, normalized
 from reinforce_rl.rewards.user_forks import (
     MEBIBYTE,
     MESSAGE_LETTERS,
@@ -59,6 +60,7 @@ from reinforce_rl.utils.user_class import OR_A_CLASS, import_user_class
 ANSWER_BYTES = 1 << 20  # maximum of an answer, as JSON
 REPLY_BYTES = 1 << 18  # maximum of a reply, as JSON
 _CHUNK = 1 << 16
+_TOOLS_FILE = inspect.getfile(Tools)
 
 # Called with (record, rng); returns what is called with each answer.
 Start = Callable[[dict[str, Any], random.Random], Callable[[str], object]]
@@ -69,6 +71,7 @@ class Environment:
     start: Start
     definition: str  # where it is defined, for messages
     source: str | None  # SHA-256 of that file
+    tools: list[dict[str, Any]] | None  # in OpenAI's form; None if it is no `Tools`
 
 
 def load_environment(name: str, kwargs: dict[str, Any]) -> Environment:
@@ -86,7 +89,10 @@ def load_environment(name: str, kwargs: dict[str, Any]) -> Environment:
     _check_call(environment, name, kwargs, is_class=is_class)
     bound: Any = partial(environment, **kwargs)
     start: Start = bound if is_class else _called_with_each_answer(bound)
-    return Environment(start, definition_of(environment), source_sha256(environment))
+    tools = None
+    if is_class and issubclass(environment, Tools):
+        tools = environment.definitions()
+    return Environment(start, definition_of(environment), source_sha256(environment), tools)
 
 
 def _check_call(
@@ -173,7 +179,8 @@ class _Host:
             self._end(episode)
             return
         episode.deadline = time.monotonic() + message["seconds"]
-        line = json.dumps({"answer": message["answer"]}).encode() + b"\n"
+        read = {key: message[key] for key in ("answer", "calls", "faults")}
+        line = json.dumps(read).encode() + b"\n"
         try:
             is_written = os.write(episode.answers_fd, line) == len(line)
         except BrokenPipeError:  # its end is read from the other pipe
@@ -259,7 +266,7 @@ def _play(player: _Player, answers_fd: int, replies_fd: int, parent: int, secret
     share_no_flags()
     with open(answers_fd, "rb") as answers:
         for line in answers:
-            reply = player.reply(json.loads(line)["answer"])
+            reply = player.reply(**json.loads(line))
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
@@ -275,17 +282,22 @@ class _Player:
         self._begin = begin
         self._episode: Callable[[str], object] | None = None
 
-    def reply(self, answer: str) -> dict[str, Any]:
-        """Return the environment's reply to an answer, or its fault."""
+    def reply(
+        self, answer: str, calls: list[dict[str, Any]], faults: dict[str, str]
+    ) -> dict[str, Any]:
+        """Return the environment's reply to an answer and its calls, or its fault."""
         try:
             if self._episode is None:
                 # Equal for all samples of a prompt, which an advantage compares.
                 rng = random.Random(self._begin["prompt_key"])
                 self._episode = self._environment.start(self._begin["record"], rng)
                 rng.seed(self._begin["sample_key"])
-            returned = self._episode(answer)
+            if calls and isinstance(self._episode, Tools):
+                returned: object = self._episode.answer_calls(calls, faults)
+            else:
+                returned = self._episode(answer)
         except BaseException as error:  # KeyboardInterrupt and SystemExit too
-            fault = f"{type(error).__name__}{place_of(error)}"
+            fault = f"{type(error).__name__}{place_of(error, _TOOLS_FILE)}"
             return {"fault": fault, "text": str(error)[:MESSAGE_LETTERS]}
         try:
             return {**normalized(returned), "fault": "", "text": ""}
@@ -317,7 +329,8 @@ def main() -> None:
     limit_memory(settings["episode_memory_mb"] * MEBIBYTE)
     faults_with_keys = [(fault, fault.key) for fault in faults]
     source = None if environment is None else environment.source
-    send(connection, {"faults": faults_with_keys, "source": source})
+    tools = None if environment is None else environment.tools
+    send(connection, {"faults": faults_with_keys, "source": source, "tools": tools})
     if environment is not None:
         _Host(environment, connection).run()
     os._exit(0)

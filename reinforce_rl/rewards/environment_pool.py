@@ -9,7 +9,7 @@ import contextlib
 import queue
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,10 +68,12 @@ class EnvironmentPool:
         self._host: UserCode | None = None
         self._messages: queue.SimpleQueue[tuple[UserCode, Message | None]] = queue.SimpleQueue()
         self._episodes: set[int] = set()  # that have a process
-        self._waiting: deque[tuple[int, str]] = deque()  # answers
+        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()  # answers
         self._deadlines: dict[int, float] = {}  # of the replies under way, in time.monotonic
         self._lost: list[Turn] = []  # replies to answers of episodes without a process
         self.source: str | None = None  # SHA-256 of the environment's file
+        # Tools that it describes, in OpenAI's form; None before `start`, or if it runs no calls.
+        self.tools: tuple[Mapping[str, Any], ...] | None = None
 
     def start(self) -> None:
         """Start the host process and load the environment.
@@ -100,6 +102,7 @@ class EnvironmentPool:
             host.stop(STOP_SECONDS)
             raise ConfigError([Fault(sentence, key=key) for sentence, key in answer["faults"]])
         self.source = answer["source"]
+        self.tools = None if answer["tools"] is None else tuple(answer["tools"])
         self._host = host
         host.listen(lambda message: self._messages.put((host, message)))
 
@@ -119,13 +122,25 @@ class EnvironmentPool:
         self._host.send({"episode": episode, "begin": {"record": dict(record), **keys}})
         self._episodes.add(episode)
 
-    def answer(self, episode: int, text: str) -> None:
-        """Give the policy's answer to an episode; `replies` returns the environment's reply."""
+    def answer(
+        self,
+        episode: int,
+        text: str,
+        calls: Sequence[Mapping[str, Any]] = (),
+        faults: Mapping[str, str] | None = None,
+    ) -> None:
+        """Give the policy's answer to an episode; `replies` returns the environment's reply.
+
+        Args:
+            calls: its tool calls, in OpenAI's form.
+            faults: what is wrong with a call that could not be read, by its id.
+        """
         if episode not in self._episodes:
             fault = "its process had ended before the answer"
             self._lost.append(Turn(episode, fault=fault))
             return
-        self._waiting.append((episode, text))
+        answer = {"answer": text, "calls": list(calls), "faults": dict(faults or {})}
+        self._waiting.append((episode, answer))
         self._send_waiting()
 
     def end(self, episode: int) -> None:
@@ -200,8 +215,18 @@ class EnvironmentPool:
 
     def _send_waiting(self) -> None:
         while self._waiting and len(self._deadlines) < self._config.num_workers:
-            episode, text = self._waiting.popleft()
+            episode, answer = self._waiting.popleft()
             seconds = self._config.turn_timeout_seconds
             self._deadlines[episode] = time.monotonic() + seconds + _SLACK_SECONDS
             if self._host is not None:
-                self._host.send({"episode": episode, "answer": text, "seconds": seconds})
+                self._host.send({"episode": episode, "seconds": seconds, **answer})
+
+
+def environment_tools(config: EnvironmentConfig) -> tuple[Mapping[str, Any], ...] | None:
+    """Return the tools that an environment describes; None if it runs no calls.
+
+    Its process is started for this and ended. Raises the errors of `EnvironmentPool.start`.
+    """
+    with contextlib.closing(EnvironmentPool(config)) as pool:
+        pool.start()
+        return pool.tools

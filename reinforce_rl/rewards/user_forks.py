@@ -82,9 +82,13 @@ def share_no_flags() -> None:
         os.dup2(output, 2)
 
 
-def place_of(error: BaseException) -> str:
-    """Return the last line of the code's own file in the error's traceback, if any."""
+def place_of(error: BaseException, called_by: str = "") -> str:
+    """Return the last line of the code's own file in the error's traceback, if any.
+
+    `called_by` is a file of this package between the caller and that code.
+    """
     frames = traceback.extract_tb(error.__traceback__)[1:]
+    frames = [frame for frame in frames if frame.filename != called_by]
     frames_there = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" at {frames_there[-1].filename}:{frames_there[-1].lineno}" if frames_there else ""
 

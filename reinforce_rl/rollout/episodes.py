@@ -27,6 +27,7 @@ from reinforce_rl.data.conversation import Conversation
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP
 from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import decode_all, pad_id_of
+from reinforce_rl.data.tool_calls import Answer, read_answer, tool_format_of
 from reinforce_rl.data.turns import next_turn
 from reinforce_rl.errors import DataError, ReinforceError
 from reinforce_rl.generation.base import (
@@ -135,6 +136,7 @@ class EpisodeGenerator:
         max_turns: int,
         max_tokens: int,
         skip_special_tokens: bool = True,
+        tool_format: str = "auto",
     ):
         self._generator = generator
         self._environment = environment
@@ -144,6 +146,7 @@ class EpisodeGenerator:
         self._max_turns = max_turns
         self._max_tokens = max_tokens
         self._skip_special_tokens = skip_special_tokens
+        self._tool_format = tool_format
         self._numbers = count()
 
     @property
@@ -252,8 +255,13 @@ class EpisodeGenerator:
         texts = decode_all(
             self._renderer.tokenizer, written, skip_special_tokens=self._skip_special_tokens
         )
-        for (episode, _), text in zip(asked, texts, strict=True):
-            self._environment.answer(episode.number, text)
+        parsed = self._parsed(asked, written)
+        for (episode, _), text, read in zip(asked, texts, parsed, strict=True):
+            calls = () if read is None else read.calls
+            faults = None if read is None else read.faults
+            if read is not None and read.has_channels:
+                text = read.content  # without thoughts, and names of channels
+            self._environment.answer(episode.number, text, calls, faults)
         turns: dict[int, Turn] = {}
         while self._environment.under_way:
             for turn in self._environment.replies(_POLL_SECONDS):
@@ -264,13 +272,39 @@ class EpisodeGenerator:
                 turns[episode.number],
                 text,
                 stop_id,
+                read,
                 is_last=answer.finish_reason != FINISH_STOP or episode.turns == self._max_turns,
             )
-            for (episode, answer), text, stop_id in zip(asked, texts, stop_ids, strict=True)
+            for (episode, answer), text, stop_id, read in zip(
+                asked, texts, stop_ids, parsed, strict=True
+            )
+        ]
+
+    def _parsed(
+        self,
+        asked: Sequence[tuple[Episode, PartialResponse]],
+        written: Sequence[Sequence[int]],
+    ) -> list[Answer | None]:
+        """Return the answers with their tool calls; None where the environment runs none."""
+        if self._environment.tools is None:
+            return [None] * len(asked)
+        tool_format = tool_format_of(self._renderer, self._tool_format)
+        # Special tokens, which the environment does not read, mark the calls of some models.
+        texts = decode_all(self._renderer.tokenizer, written)
+        return [
+            read_answer(text, tool_format, answer.key)
+            for (_, answer), text in zip(asked, texts, strict=True)
         ]
 
     def _outcome(
-        self, episode: Episode, turn: Turn, text: str, stop_id: int | None, *, is_last: bool
+        self,
+        episode: Episode,
+        turn: Turn,
+        text: str,
+        stop_id: int | None,
+        parsed: Answer | None,
+        *,
+        is_last: bool,
     ) -> Outcome:
         """Return what a reply to an answer means; `is_last` ends the episode whatever it is."""
         if turn.fault:
@@ -280,7 +314,12 @@ class EpisodeGenerator:
             return Outcome(turn.reward)
         try:
             following = next_turn(
-                self._renderer, episode.conversation, text, turn.messages, stop_id=stop_id
+                self._renderer,
+                episode.conversation,
+                text,
+                turn.messages,
+                stop_id=stop_id,
+                parsed=parsed,
             )
         except DataError as error:
             return Outcome(fault=f"the environment's messages cannot be used: {error}")
@@ -388,4 +427,5 @@ def play_episodes(
         max_turns=cfg.environment.max_turns,
         max_tokens=cfg.environment.max_episode_tokens,
         skip_special_tokens=cfg.model.reinforce.skip_special_tokens,
+        tool_format=cfg.environment.tool_format,
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.data_prefix import SPLITS
@@ -14,8 +14,11 @@ from reinforce_rl.data.prompts import (
     fixed_prompts,
 )
 from reinforce_rl.data.readers import Columns
+from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.sampler import PromptSampler
+from reinforce_rl.data.tool_calls import tool_format_of
 from reinforce_rl.errors import DataError
+from reinforce_rl.rewards.environment_pool import environment_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +40,7 @@ def build_datasets(
         columns=Columns(data.fields.columns),
         system_prompt=data.system_prompt,
         template=data.template_options("model.data."),
+        tools=_environment_tools(cfg, tokenizer),
     )
     if cfg.has_environment:
         _check_conversations(datasets)
@@ -44,6 +48,25 @@ def build_datasets(
         # raises if the set is smaller
         fixed_prompts(datasets.validation, cfg.model.reinforce.num_val_samples)
     return datasets
+
+
+def _environment_tools(
+    cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase
+) -> Sequence[Mapping[str, Any]]:
+    """Return the tools that the environment describes to the policy.
+
+    Raises ConfigError if the form of the model's calls is unknown, and the errors of the
+    environment's start.
+    """
+    if not cfg.has_environment:
+        return ()
+    tools = environment_tools(cfg.environment)
+    if tools is None:
+        return ()
+    renderer = ChatRenderer(tokenizer, cfg.model.data.template_options("model.data."))
+    tool_format_of(renderer, cfg.environment.tool_format)
+    # A model whose template does not read tools has them in its system message.
+    return tools if renderer.reads_tools else ()
 
 
 def _check_conversations(datasets: RLHFDatasets) -> None:

@@ -37,6 +37,12 @@ CONTROL_TOKENS = (
     "<|sep|>",
 )
 
+TOOL_TOKENS = (
+    *("[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[INST]", "[/INST]", "</s>", "<|python_tag|>"),
+    *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+)
+
 # Writes the begin-of-sequence token and strips contents; a turn ends with a token other than the
 # tokenizer's eos.
 LLAMA3 = """{{- bos_token }}
@@ -186,6 +192,73 @@ MISTRAL = """{{- bos_token }}
     {%- else %}{{- '<|Assistant|>' + message.content + '<|end_of_sentence|>' }}{%- endif %}
 {%- endfor %}"""
 
+# Like SmolLM2: knows no tools, but writes every role.
+SMOLLM2 = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+# Like Mistral 7B v0.3: tools stand before the last user message, which has the system message while
+# nothing follows; calls and results have ids of nine letters, and a tool's message needs its call.
+MISTRAL_TOOLS = """{{- bos_token }}
+{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- set ns = namespace(ids=[], system='') %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{%- set ns.system = message.content + '\\n\\n' %}
+    {%- elif message.role == 'user' %}
+        {%- if tools and message == users[-1] %}
+            {{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST] ' + (ns.system if loop.last else '') + message.content + '[/INST]' }}
+    {%- elif message.tool_calls is defined %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id | length != 9 %}{{- raise_exception('ids have 9 letters') }}{%- endif %}
+            {%- set ns.ids = ns.ids + [call.id] %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
+            {{- ', ' if not loop.last }}
+        {%- endfor %}
+        {{- ']</s>' }}
+    {%- elif message.role == 'tool' %}
+        {%- if message.tool_call_id not in ns.ids %}{{- raise_exception('no call') }}{%- endif %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content }}
+        {{- ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- else %}{{- ' ' + message.content + '</s>' }}{%- endif %}
+{%- endfor %}"""
+# Like gpt-oss: channels, one call a message, thoughts beside calls until a final answer follows,
+# and another end of turn for each.
+HARMONY = """{%- set ns = namespace(name=none) %}
+{%- for message in messages %}
+    {%- set has_final = namespace(later=false) %}
+    {%- for later in messages[loop.index:] if later.role == 'assistant' %}
+        {%- if 'tool_calls' not in later %}{%- set has_final.later = true %}{%- endif %}
+    {%- endfor %}
+    {%- if '<|channel|>' in (message.content or '') %}{{- raise_exception('channels') }}{%- endif %}
+    {%- if message.role == 'assistant' and 'tool_calls' in message %}
+        {%- if message.content and message.thinking %}{{- raise_exception('both') }}{%- endif %}
+        {%- if message.thinking and not has_final.later %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+        {%- endif %}
+        {%- set ns.name = message.tool_calls[0].function.name %}
+        {{- '<|start|>assistant to=functions.' + ns.name + '<|channel|>commentary json' }}
+        {{- '<|message|>' + (message.tool_calls[0].function.arguments | tojson) + '<|call|>' }}
+    {%- elif message.role == 'assistant' %}
+        {%- if loop.last and message.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+        {{- '<|return|>' if loop.last else '<|end|>' }}
+    {%- elif message.role == 'tool' %}
+        {%- if ns.name is none %}{{- raise_exception('no call before a tool') }}{%- endif %}
+        {{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- (message.content | tojson) + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content }}
+        {%- if tools and loop.first %}{{- ' tools: ' + (tools | tojson) }}{%- endif %}
+        {{- '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+
 TEMPLATES = {
     "llama3": LLAMA3,
     "llama3.2": LLAMA32,
@@ -196,11 +269,17 @@ TEMPLATES = {
 }
 
 
-def write_chat_tokenizer(folder: Path, template: str | None, **special_tokens: str):
+def write_chat_tokenizer(
+    folder: Path,
+    template: str | None,
+    *,
+    control_tokens: tuple[str, ...] = CONTROL_TOKENS,
+    **special_tokens: str,
+):
     """Write a character-level tokenizer with these control tokens, and load it."""
     tokenizer = load_tokenizer(write_tiny_tokenizer(folder, 160))
     tokenizer.add_special_tokens(
-        {"additional_special_tokens": list(CONTROL_TOKENS), **special_tokens}
+        {"additional_special_tokens": list(control_tokens), **special_tokens}
     )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)

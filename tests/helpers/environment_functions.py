@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import ClassVar
 
-from reinforce_rl.rewards.environment import Reply
+from reinforce_rl.rewards.environment import Reply, Tools
 
 
 def odd_letters(answer: str, record: dict, rng: random.Random) -> Reply:
@@ -43,3 +44,29 @@ class FailsAtTheSecond:
         if self._fails:
             raise KeyError("no table")
         return Reply(reward=1.0)
+
+
+class TwoTools(Tools):
+    """Add and look up; an answer without calls has the reward of `graded_once`."""
+
+    def __init__(self, record: dict, rng: random.Random):
+        self._word = record.get("word", "on")
+        self._rng = rng
+
+    def add(self, a: int, b: int) -> int:
+        """Add two integers.
+
+        Args:
+            a: the first
+            b: the second
+        """
+        return a + b
+
+    def word(self) -> str:
+        """Return the record's word and a digit."""
+        return f"{self._word} {self._rng.randint(0, 9)}"
+
+    tools: ClassVar = [add, word]
+
+    def __call__(self, answer: str) -> Reply:
+        return Reply(reward=length_parity(answer), is_end=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,11 +25,14 @@ from helpers.trainer_processes import TrainerProcesses, assert_equal_runs, has_f
 from rich.console import Console
 
 from reinforce_rl.config.load import load_config
+from reinforce_rl.data import tool_calls
+from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.debugging.replay import replay
 from reinforce_rl.errors import ConfigError, DataError, key_of
 from reinforce_rl.monitoring.records import read_rows, read_tokens, rollout_files
 from reinforce_rl.preflight.run import examine
+from reinforce_rl.rollout.prompts import build_datasets
 from reinforce_rl.trainer.run import train
 from reinforce_rl.utils.files import write_json_lines
 
@@ -221,6 +225,80 @@ def test_a_preflight_loads_the_environment(tmp_path):
 
     assert keys("nothing") == ["environment.name.not_usable"]
     assert keys("odd_letters") == []
+
+
+# Describes tools by their names alone, and writes calls as Qwen's template does.
+TOOL_TEMPLATE = (
+    "{% if tools %}S:{% for tool in tools %} {{ tool.function.name }}{% endfor %}{% endif %}"
+    "{% for message in messages %}"
+    "{{ message.role[0] | upper }}: {{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}{{ eos_token }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+
+
+def write_template(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder / "model")
+    tokenizer.chat_template = TOOL_TEMPLATE
+    tokenizer.save_pretrained(folder / "model")
+
+
+def test_a_run_with_tools(tmp_path, monkeypatch):
+    """A random model draws no JSON, so answers of an even length stand for a call here."""
+
+    def read(text: str) -> tool_calls._Read:
+        if "<tool_call>" in text:  # the probe of the template
+            return hermes(text)
+        calls = [] if len(text) % 2 else [tool_calls._Call("word", {})]
+        return tool_calls._Read(text, calls)
+
+    hermes = tool_calls.TOOL_FORMATS["hermes"]
+    monkeypatch.setitem(tool_calls.TOOL_FORMATS, "hermes", read)
+    for name in ("first", "second"):
+        overrides_of(tmp_path / name, "TwoTools")
+        write_template(tmp_path / name)
+    lines = run(tmp_path / "first", "TwoTools")
+    assert max(line.get("train/turns", 0) for line in lines) > 1
+    assert not any(line.get("train/fraction_of_samples_scored", 1) < 1 for line in lines)
+    rows = rollouts_of(tmp_path / "first", 2)
+    assert any(re.search(r"T: w\d \dA:", row["response"]) for row in rows)
+    assert all(row["prompt"].startswith("S: add wordU:") for row in rows)
+    run(tmp_path / "second", "TwoTools")
+    assert rollouts_of(tmp_path / "second", 2) == rows
+
+
+class TestDescriptions:
+    """The tools in a prompt: those of the record, else those of the environment."""
+
+    def prompts(self, folder: Path, *overrides: str) -> list[Prompt]:
+        cfg = load_config(compose(*overrides_of(folder, "TwoTools"), *overrides))
+        train = build_datasets(cfg, load_tokenizer(folder / "model"), splits=["train"]).train
+        return [train[number] for number in range(len(train))]
+
+    def test_the_records_come_first(self, tmp_path):
+        overrides = overrides_of(tmp_path, "TwoTools")
+        write_template(tmp_path)
+        tool = {"type": "function", "function": {"name": "word"}}
+        messages = [{"role": "user", "content": "hi"}]
+        lines = [{"messages": messages}, {"messages": messages, "tools": [tool]}]
+        write_json_lines(tmp_path / "train_chats.jsonl", lines)
+        cfg = load_config(compose(*overrides))
+        train = build_datasets(cfg, load_tokenizer(tmp_path / "model"), splits=["train"]).train
+        assert [train[number].text.partition("U:")[0] for number in range(2)] == [
+            "S: add word",
+            "S: word",
+        ]
+
+    def test_a_template_without_tools_needs_the_format(self, tmp_path):
+        with pytest.raises(ConfigError) as raised:
+            self.prompts(tmp_path)
+        assert "environment.tool_format.unknown" in keys_of(raised.value)
+        prompts = self.prompts(tmp_path, "environment.tool_format=hermes")
+        assert prompts[0].text == "U: hi<eos>A:"
+        assert "tools" not in prompts[0].metadata
 
 
 def test_failed_episodes_are_counted_and_do_not_train(tmp_path):

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.chat_templates import LLAMA3, QWEN3, QWEN25, write_chat_tokenizer
+from helpers.chat_templates import (
+    CONTROL_TOKENS,
+    HARMONY,
+    LLAMA3,
+    MISTRAL_TOOLS,
+    QWEN3,
+    QWEN25,
+    TOOL_TOKENS,
+    write_chat_tokenizer,
+)
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model
 from helpers.tiny_tokenizer import write_tiny_tokenizer
@@ -22,7 +31,7 @@ from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.data.conversation import Conversation
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP
 from reinforce_rl.data.rendering import ChatRenderer, TemplateOptions
-from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.data.tokenizer import decode_all, load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.monitoring.metrics import turns_of
@@ -261,6 +270,83 @@ def test_a_token_outside_the_vocabulary_ends_the_episode(renderer, mesh):
     assert completions.finish_reasons == (FINISH_OUTSIDE,)
 
 
+CALLS = (
+    '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "subtract", "arguments": {}}\n</tool_call>'
+)
+
+
+def test_tool_calls_are_run(tmp_path, mesh):
+    """The row has the policy's own text of the calls, and messages with ids that are keyed."""
+    renderer = ChatRenderer(write_chat_tokenizer(tmp_path, QWEN25))
+    (end,) = renderer.encode("<|im_end|>")
+    params = SamplingParams(max_length=200, stop_token_ids=(end,))
+    prompts = [chat_prompt(renderer, number) for number in range(2)]
+
+    def play() -> Completions:
+        generator = Scripted(renderer, lambda prompt, turn: CALLS if turn == 1 else "abc", end)
+        sizes = {"vocab_size": 1000, "max_tokens": 1000}
+        with episodes_of(generator, renderer, mesh, "TwoTools", **sizes) as episodes:
+            return episodes.generate(prompts, 1, params, seed=1)
+
+    completions = play()
+    assert completions.environment_faults == (None, None)
+    assert completions.environment_rewards is not None
+    assert completions.environment_rewards.tolist() == [1.0, 1.0]
+    text = renderer.tokenizer.decode(row_of(completions, 0))
+    assert text == (
+        f"{CALLS}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nThere is no tool 'subtract'; there are add, word.\n"
+        "</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\nabc<|im_end|>"
+    )
+    assert own_tokens(completions, 0) == [
+        *(*renderer.encode(CALLS), end),
+        *(*renderer.encode("abc"), end),
+    ]
+    assert play().tokens.tolist() == completions.tokens.tolist()
+
+
+def test_ids_of_calls_are_keyed_by_sample_and_turn(tmp_path, mesh):
+    tokens = (*CONTROL_TOKENS, *TOOL_TOKENS)
+    tokenizer = write_chat_tokenizer(tmp_path, MISTRAL_TOOLS, control_tokens=tokens)
+    renderer = ChatRenderer(tokenizer)
+    (end,) = renderer.encode("</s>")
+    params = SamplingParams(max_length=200, stop_token_ids=(end,))
+    text = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": 3}}]'
+
+    def ids() -> list[list[str]]:
+        # turns of both samples count, so each has two answers that call
+        generator = Scripted(renderer, lambda prompt, turn: text if turn < 5 else "abc", end)
+        sizes = {"vocab_size": 1000, "max_tokens": 1000}
+        with episodes_of(generator, renderer, mesh, "TwoTools", **sizes) as episodes:
+            completions = episodes.generate([chat_prompt(renderer, 0)], 2, params, seed=1)
+        assert completions.environment_faults == (None, None)
+        rows = decode_all(renderer.tokenizer, [row_of(completions, row) for row in range(2)])
+        return [re.findall(r'\{"content": 5, "call_id": "(\w{9})"\}', row) for row in rows]
+
+    first = ids()
+    assert ids() == first
+    assert len({*first[0], *first[1]}) == 4
+
+
+def test_a_final_answer_is_graded_without_its_channels(tmp_path, mesh):
+    tokens = (*CONTROL_TOKENS, *TOOL_TOKENS)
+    renderer = ChatRenderer(write_chat_tokenizer(tmp_path, HARMONY, control_tokens=tokens))
+    ends = tuple(renderer.encode("<|call|><|return|>"))
+    params = SamplingParams(max_length=200, stop_token_ids=ends)
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>eeeee"
+    )
+    generator = Scripted(renderer, lambda prompt, turn: text, ends[1])
+    sizes = {"vocab_size": 1000, "max_tokens": 1000}
+    with episodes_of(generator, renderer, mesh, "TwoTools", **sizes) as episodes:
+        completions = episodes.generate([chat_prompt(renderer, 0)], 1, params, seed=1)
+    assert completions.environment_rewards is not None
+    assert completions.environment_rewards.tolist() == [1 + 5 / 8]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return tiny_llama_folder(
@@ -296,6 +382,8 @@ def test_log_probs_are_those_of_the_whole_row(model, mesh):
 class RandomReplies:
     """Plays an environment's part in this process: replies at random, now and then the last one."""
 
+    tools = None
+
     def __init__(self, draw: random.Random, roles: Sequence[str]):
         self._draw = draw
         self._roles = roles
@@ -304,7 +392,7 @@ class RandomReplies:
     def begin(self, episode: int, record: Any, **keys: int) -> None:
         pass
 
-    def answer(self, episode: int, text: str) -> None:
+    def answer(self, episode: int, text: str, calls: object, faults: object) -> None:
         draw = self._draw
         if draw.random() < 0.3:
             self._turns.append(Turn(episode, is_end=True))
