@@ -497,6 +497,11 @@ class TrainConfig(Section):
         return None if self.reward in REWARDS else self.reward
 
     @property
+    def takes_environment_rewards(self) -> bool:
+        """Whether the environment's rewards are the reward, or a term of it."""
+        return self.reward == "environment"
+
+    @property
     def reward_servers(self) -> dict[str, RewardServerConfig]:
         """Sections of the reward servers that are asked, by their dotted names."""
         return self.remote_rm.servers(with_reward_model=self.reward == "server")
@@ -518,7 +523,7 @@ class TrainConfig(Section):
         if self.reward_class is not None:
             class_name = self.reward_class.rpartition(".")[2]
             terms.append(RewardTerm("reward", class_name, 1.0))
-        if self.reward == "environment":
+        if self.takes_environment_rewards:
             terms.append(RewardTerm("environment", "environment", 1.0))
         for setting, section in {**self.reward_functions, **self.reward_servers}.items():
             name = name_in_metrics(setting, section)

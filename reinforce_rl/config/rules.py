@@ -136,7 +136,7 @@ def _turn_credit(cfg: TrainConfig) -> Iterator[Fault]:
     """Check what credit_assignment=turn needs."""
     rl = cfg.trainer.reinforce
     assignment = "trainer.reinforce.credit_assignment"
-    if cfg.reward != "environment":
+    if not cfg.takes_environment_rewards:
         yield settings_fault(
             cfg,
             ("reward", assignment),
@@ -391,7 +391,7 @@ def _environment(cfg: TrainConfig) -> Iterator[Fault]:
     environment = cfg.environment
     rl = cfg.trainer.reinforce
     if not cfg.has_environment:
-        if cfg.reward == "environment":
+        if cfg.takes_environment_rewards:
             yield Fault(
                 "reward is 'environment', but environment.name is not set; expected the dotted "
                 "name of a function or class, see docs/environments.md",

@@ -266,7 +266,7 @@ class _Replayer:
             checkpoint = replace(checkpoint, trainer_state={**state, "data": data})
         self._rescorer = None
         # An environment's rewards are of the episodes that it plays, so no text gives them again.
-        self._scores_episodes = any(term.name == "environment" for term in asked.reward_terms)
+        self._scores_episodes = asked.takes_environment_rewards
         if scores and not self._scores_episodes:
             self._rescorer = stack.enter_context(contextlib.closing(Rescorer(asked, mesh)))
         monitor = SilentMonitor(cfg.exp_manager.explicit_log_dir, 1)

@@ -136,7 +136,7 @@ def _disk(disk: DiskNeed) -> list[tuple[str, str]]:
 
 def _rewards(cfg: TrainConfig) -> str:
     sources = [f"class {cfg.reward_class}"] if cfg.reward_class is not None else []
-    if cfg.reward == "environment":
+    if cfg.takes_environment_rewards:
         sources.append(f"environment {cfg.environment.name}")
     for server in cfg.reward_servers.values():
         places = server.ready_files or [str(address) for address in server.addresses]

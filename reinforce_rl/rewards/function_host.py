@@ -357,7 +357,8 @@ def _score(functions: Functions, request: bytes) -> Outcome:
         message = str(error)[:MESSAGE_LETTERS].removeprefix(public).removeprefix(": ")
         return Outcome(base.STATUS_INTERNAL, fault=fault, message=message)
     if not math.isfinite(number):
-        return Outcome(base.STATUS_NOT_FINITE, fault=f"returned {number}{defined}")
+        fault = f"returned {number}; expected a finite number{defined}"
+        return Outcome(base.STATUS_NOT_FINITE, fault=fault)
     return Outcome(base.STATUS_OK, number)
 
 

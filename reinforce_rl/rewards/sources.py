@@ -222,7 +222,7 @@ def names_of_scores(cfg: TrainConfig) -> tuple[str, ...] | None:
     """
     if cfg.logs_reward_terms:
         return tuple(term.name for term in cfg.reward_terms)
-    return () if cfg.reward_functions or cfg.reward == "environment" else None
+    return () if cfg.reward_functions or cfg.takes_environment_rewards else None
 
 
 def published_addresses(files: Sequence[str], deadline: float) -> list[Address]:

@@ -106,7 +106,9 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
     assert scores.values[1::2].tolist() == good_values
     assert re.fullmatch(rf"{RUNS}: ValueError at /.*/reward_functions\.py:\d+", scores.faults[10])
     defined = r" \(defined at /.*/reward_functions\.py:\d+\)"
-    assert re.fullmatch(rf"{RUNS}: returned nan{defined}", scores.faults[12])
+    assert re.fullmatch(
+        rf"{RUNS}: returned nan; expected a finite number{defined}", scores.faults[12]
+    )
     assert re.fullmatch(
         rf"{RUNS}: returned a NoneType; expected a number{defined}", scores.faults[16]
     )

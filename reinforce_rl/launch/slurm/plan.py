@@ -294,7 +294,7 @@ def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
         )
     if not cfg.uses_reward_model:
         to_server = ""
-        if cfg.reward == "function":
+        if cfg.reward_functions:
             to_server = "give the function to the server (-- reward_function.name=NAME), or "
         yield Fault(
             f"reward is '{cfg.reward}', which needs no reward server, and this job starts one; "
