@@ -157,6 +157,23 @@ def test_a_part_without_a_history_mask_has_no_rewritten_history():
     assert join_rollouts([without, without], PAD).history_mask is None
 
 
+def test_completions_of_parts_with_and_without_masks():
+    part = Completions(torch.tensor([[5, 6]]), torch.tensor([2]), (FINISH_STOP,))
+    mask = torch.tensor([[True, False, False]])
+    masked = Completions(
+        torch.tensor([[7, 8, 9]]),
+        torch.tensor([3]),
+        (FINISH_STOP,),
+        policy_mask=mask,
+        history_mask=~mask,
+    )
+    joined = join_completions([part, masked], PAD)
+    assert joined.policy_mask is not None
+    assert joined.history_mask is not None
+    assert joined.policy_mask.tolist() == [[True] * 3, [True, False, False]]
+    assert joined.history_mask.tolist() == [[False] * 3, [False, True, True]]
+
+
 def test_the_text_of_an_episode_has_every_message_once():
     completions = Completions(
         tokens=torch.tensor([[1, 2, 3, 4, 5], [6, 7, PAD, PAD, PAD]]),
