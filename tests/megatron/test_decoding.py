@@ -66,7 +66,7 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
     for step in range(7):
         if step in events:
             order, new = events[step]
-            cache.keep(order)
+            cache.move([(new, old) for new, old in enumerate(order) if new != old])
             running = [running[i] for i in order] + [(row, 0) for row in new]
         rows = [row for row, _ in running]
         written = torch.tensor([count for _, count in running])
@@ -83,7 +83,8 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
                 )
         running = [(row, count + 1) for row, count in running if count + 1 < RESPONSE]
         if len(running) < len(rows):
-            cache.keep([i for i, count in enumerate(written.tolist()) if count + 1 < RESPONSE])
+            left = [i for i, count in enumerate(written.tolist()) if count + 1 < RESPONSE]
+            cache.move([(new, old) for new, old in enumerate(left) if new != old])
 
 
 def test_a_prompt_is_stored_once_whatever_its_samples():

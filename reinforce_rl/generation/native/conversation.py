@@ -1,0 +1,140 @@
+"""Conversations on the native engine: rows keep their keys and values while the partner writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reinforce_rl.generation.base import PartialResponse, Partner
+from reinforce_rl.generation.native.decoding import PlainDecoding
+from reinforce_rl.generation.native.sampling import position_keys
+from reinforce_rl.megatron.model.decoding import LaneTokens
+
+if TYPE_CHECKING:
+    from reinforce_rl.megatron.mesh import Mesh
+
+_STEPS = 8  # between two exchanges of several ranks, which broadcast
+
+
+class Exchange:
+    """The partner as seen by this rank's decoder, which has some of the rows.
+
+    Context-parallel ranks decode rows of their own, and exchange at the same time.
+    """
+
+    def __init__(self, partner: Partner, mesh: Mesh, unfinished: int, rows: Sequence[int]):
+        self._partner = partner
+        self._mesh = mesh
+        self._rows = rows
+        self.unfinished = unfinished  # on all ranks
+        block = mesh.tp_size * mesh.pp_size * mesh.cp_size
+        self.steps = 1 if block == 1 else _STEPS  # between two exchanges
+
+    def __call__(
+        self, answers: Mapping[int, PartialResponse], *, waits: bool
+    ) -> dict[int, PartialResponse | None]:
+        """Give answers; return turns. Both are by a row's number on this rank."""
+        answers = {self._rows[number]: answer for number, answer in answers.items()}
+        if self._mesh.cp_size > 1:
+            parts = self._mesh.gather_over_cp((answers, waits))
+            answers = {row: answer for part, _ in parts for row, answer in part.items()}
+            waits = all(rank_waits for _, rank_waits in parts)
+        turns = self._partner(answers, waits=waits)
+        self.unfinished -= sum(turn is None for turn in turns.values())
+        return {number: turns[row] for number, row in enumerate(self._rows) if row in turns}
+
+    def follow(self) -> None:
+        """Exchange with the other ranks until they have ended; this one has no rows."""
+        while self.unfinished:
+            self({}, waits=True)
+
+
+class ConversingDecoding(PlainDecoding):
+    """Decode rows of several turns.
+
+    A row that the partner has answered reads the new tokens in one pass, beside its own keys and
+    values, and goes on at once. Until then it costs no computation, and keeps its lane of the
+    cache.
+    """
+
+    parks = True
+
+    def converse(self, exchange: Exchange) -> None:
+        """See `ConversingGenerator.converse`."""
+        self._answers: dict[int, PartialResponse] = {}
+        steps = 0
+        while exchange.unfinished:
+            can_draw = self._admit()
+            if not can_draw or steps % exchange.steps == 0:
+                answers = self._answers
+                self._answers = {}
+                self._take(exchange(answers, waits=not can_draw))
+            if self._schedule.running:
+                self._advance(self._draw())
+                steps += 1
+
+    def _most_tokens(self, begun: Sequence[PartialResponse]) -> int:
+        return max(response.room(self._params) for response in begun)
+
+    def _draw(self) -> Tensor:
+        earlier = set(self._schedule.parked)
+        tokens = super()._draw()
+        for sample in self._schedule.parked:
+            if sample not in earlier:
+                self._answers[sample] = self._responses.collect_answer(sample)
+        return tokens
+
+    def _prompt_length(self, sample: int) -> int:
+        return len(self._prompts[self._schedule.parked[sample].prompt])
+
+    def _take(self, turns: Mapping[int, PartialResponse | None]) -> None:
+        """End the rows without a turn, and let the others go on."""
+        resumed = {}
+        for sample, turn in turns.items():
+            if turn is None:
+                self._schedule.leave(sample)
+            else:
+                resumed[sample] = turn
+        if not resumed:
+            return
+        hidden = self._read_turns(resumed)
+        for sample, turn in resumed.items():
+            before = len(turn.prompt.tokens) - self._prompt_length(sample)
+            self._schedule.resume(sample, before, turn.max_length(self._params))
+            self._responses.begin_again(sample, turn)
+        keys = np.array([turn.key for turn in resumed.values()], dtype=np.uint64)
+        new_keys = position_keys(keys, self._params.max_length)
+        self._keys[list(resumed)] = new_keys.to(self._device)
+        self._place()
+        if hidden is not None:
+            self._hidden = torch.cat((self._hidden, hidden))
+
+    def _read_turns(self, turns: Mapping[int, PartialResponse]) -> Tensor | None:
+        """Read what rows have not read; return hidden states for the next tokens on the last stage.
+
+        This is the last token of the answer, which drew no other, and what the partner wrote.
+        """
+        rows = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        for sample, turn in turns.items():
+            sequence = self._schedule.parked[sample]
+            length = self._prompt_length(sample)
+            stored = sequence.before + sequence.written - 1
+            unread = turn.prompt.tokens[length + stored :]
+            assert sequence.lane is not None
+            rows.append(LaneTokens(sequence.lane, sequence.slot, length, stored, len(unread)))
+            tokens += unread
+            positions += range(length + stored, len(turn.prompt.tokens))
+        self._cache.extend(rows)
+        hidden = self._through_stages(
+            torch.tensor(tokens, device=self._device)[:, None],
+            torch.tensor(positions, device=self._device)[:, None],
+            self._cache,
+        )
+        ends = np.cumsum([row.count for row in rows]) - 1
+        return None if hidden is None else hidden[ends.tolist(), 0]
