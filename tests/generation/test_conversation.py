@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.families import family_folder
 from helpers.flash import decode_statically
 from helpers.layouts import ALL_LAYOUTS
-from helpers.models import tiny_llama_folder
 from helpers.partners import Partner
 from helpers.policies import megatron_model, random_prompts
 from helpers.ranks import call_on_ranks, one_group
@@ -74,11 +74,9 @@ def test_answers_are_those_of_the_rounds(kind, max_tokens, patience, lm, folder,
         assert partner.most_waiting > 1
 
 
-def test_megatrons_layers_and_a_sliding_window(mesh, tmp_path, prompts):
-    """Windows of four tokens end within an answer, within what the partner wrote, and between."""
-    folder = tiny_llama_folder(
-        tmp_path / "model", vocab_size=63, logit_scale=2.0, sliding_window=4, kind="mistral"
-    )
+def test_a_sliding_window_and_megatrons_layers(mesh, tmp_path, prompts):
+    """Windows of seven tokens begin in the prompt, in answers and in what the partner wrote."""
+    folder = family_folder(tmp_path, "mistral_window")
     lm = megatron_model(folder, mesh, torch.float64)
     responses = begun(prompts)
     for is_lean in (True, False):

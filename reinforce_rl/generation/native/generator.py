@@ -149,7 +149,7 @@ class NativeGenerator:
         if self._decodes_statically(longest):
             converse_in_rounds(self, responses, params, partner)
             return
-        self._check((len(row.prompt.tokens), row.max_length(params)) for row in responses)
+        self._check((len(row.prompt.tokens), row.room(params)) for row in responses)
         rows = self._share(range(len(responses)))
         exchange = Exchange(partner, self._lm.mesh, len(responses), rows)
         if not rows:
