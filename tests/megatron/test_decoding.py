@@ -247,7 +247,7 @@ def test_several_tokens_of_a_row_in_one_pass(window):
             if count:
                 prompt = prompt_of[row]
                 rows.append(LaneTokens(lanes[row], slot_of[prompt], LENGTHS[prompt], stored, count))
-        cache.extend(rows)
+        cache.extend(rows, beside=0)
         tokens = [
             (row, stored + offset)
             for row, (stored, count) in enumerate(passes)

@@ -69,13 +69,17 @@ class ConversingDecoding(PlainDecoding):
         steps = 0
         while exchange.unfinished:
             can_draw = self._admit()
+            turns = {}
             if not can_draw or steps % exchange.steps == 0:
                 answers = self._answers
                 self._answers = {}
-                self._take(exchange(answers, waits=not can_draw))
-            if self._schedule.running:
-                self._advance(self._draw())
-                steps += 1
+                turns = self._going_on(exchange(answers, waits=not can_draw))
+            tokens = self._draw() if self._schedule.running else self._samples[:0]
+            if turns:
+                self._advance_and_read(tokens, turns)
+            else:
+                self._advance(tokens)
+            steps += can_draw
 
     def _most_tokens(self, begun: Sequence[PartialResponse]) -> int:
         return max(response.room(self._params) for response in begun)
@@ -91,50 +95,54 @@ class ConversingDecoding(PlainDecoding):
     def _prompt_length(self, sample: int) -> int:
         return len(self._prompts[self._schedule.parked[sample].prompt])
 
-    def _take(self, turns: Mapping[int, PartialResponse | None]) -> None:
-        """End the rows without a turn, and let the others go on."""
-        resumed = {}
+    def _going_on(self, turns: Mapping[int, PartialResponse | None]) -> dict[int, PartialResponse]:
+        """End the rows without a turn; return the others."""
+        going_on = {}
         for sample, turn in turns.items():
             if turn is None:
                 self._schedule.leave(sample)
             else:
-                resumed[sample] = turn
-        if not resumed:
-            return
-        hidden = self._read_turns(resumed)
-        for sample, turn in resumed.items():
-            before = len(turn.prompt.tokens) - self._prompt_length(sample)
-            self._schedule.resume(sample, before, turn.max_length(self._params))
-            self._responses.begin_again(sample, turn)
-        keys = np.array([turn.key for turn in resumed.values()], dtype=np.uint64)
-        new_keys = position_keys(keys, self._params.max_length)
-        self._keys[list(resumed)] = new_keys.to(self._device)
-        self._place()
-        if hidden is not None:
-            self._hidden = torch.cat((self._hidden, hidden))
+                going_on[sample] = turn
+        return going_on
 
-    def _read_turns(self, turns: Mapping[int, PartialResponse]) -> Tensor | None:
-        """Read what rows have not read; return hidden states for the next tokens on the last stage.
+    def _advance_and_read(self, tokens: Tensor, turns: Mapping[int, PartialResponse]) -> None:
+        """Feed the drawn tokens int64 [R], and what rows with a turn have not read, in one pass.
 
-        This is the last token of the answer, which drew no other, and what the partner wrote.
+        That is the last token of their answer, which drew no other, and what the partner wrote.
         """
         rows = []
-        tokens: list[int] = []
+        unread: list[int] = []
         positions: list[int] = []
         for sample, turn in turns.items():
             sequence = self._schedule.parked[sample]
             length = self._prompt_length(sample)
             stored = sequence.before + sequence.written - 1
-            unread = turn.prompt.tokens[length + stored :]
+            new = turn.prompt.tokens[length + stored :]
             assert sequence.lane is not None
-            rows.append(LaneTokens(sequence.lane, sequence.slot, length, stored, len(unread)))
-            tokens += unread
+            rows.append(LaneTokens(sequence.lane, sequence.slot, length, stored, len(new)))
+            unread += new
             positions += range(length + stored, len(turn.prompt.tokens))
-        self._cache.extend(rows)
-        hidden = self._through_stages(
-            torch.tensor(tokens, device=self._device)[:, None],
-            torch.tensor(positions, device=self._device)[:, None],
-            self._cache,
-        )
-        ends = np.cumsum([row.count for row in rows]) - 1
-        return None if hidden is None else hidden[ends.tolist(), 0]
+        fed = torch.tensor(unread, device=self._device)
+        at = torch.tensor(positions, device=self._device)
+        count = len(tokens)
+        if count:
+            stored = self._before + self._written - 1
+            self._cache.at(self._lengths, stored, self._schedule.longest)
+            fed = torch.cat((tokens, fed))
+            at = torch.cat((self._lengths + stored, at))
+        self._cache.extend(rows, beside=count)
+        hidden = self._through_stages(fed[:, None], at[:, None], self._cache)
+        if hidden is not None:
+            ends = count - 1 + np.cumsum([row.count for row in rows])
+            self._hidden = hidden[[*range(count), *ends.tolist()], 0]
+        self._resume(turns)
+
+    def _resume(self, turns: Mapping[int, PartialResponse]) -> None:
+        for sample, turn in turns.items():
+            before = len(turn.prompt.tokens) - self._prompt_length(sample)
+            self._schedule.resume(sample, before, turn.max_length(self._params))
+            self._responses.begin_again(sample, turn)
+        keys = np.array([turn.key for turn in turns.values()], dtype=np.uint64)
+        new_keys = position_keys(keys, self._params.max_length)
+        self._keys[list(turns)] = new_keys.to(self._device)
+        self._place()

@@ -100,6 +100,7 @@ class LaneTokens(NamedTuple):
 class _Extension(NamedTuple):
     """A pass over s tokens at most of each of b rows; M tokens in all."""
 
+    beside: int  # tokens of other rows that precede them, one a row
     lanes: Tensor  # [b]
     slots: Tensor  # [b]
     of_row: Tensor  # [M]: which of the b rows a token is of
@@ -165,10 +166,11 @@ class KVCache(_Cache):
         self._own_values = values.unbind()
         self._hidden = ~self._seen(prompt_lengths, written, used)[:, None, None, :]
 
-    def extend(self, rows: Sequence[LaneTokens]) -> None:
+    def extend(self, rows: Sequence[LaneTokens], *, beside: int) -> None:
         """Prepare a pass over several tokens of each of these rows, one row after another.
 
-        For the layers, each token is a row of its own.
+        They follow the tokens of `beside` rows, for which `at` was called before. For the layers,
+        each token is a row of its own.
         """
         self._reading = None
         numbers = torch.tensor(rows, device=self._device)
@@ -178,7 +180,8 @@ class KVCache(_Cache):
         written = stored[of_row] + offsets
         used = max(row.stored + row.count for row in rows)
         self._most_used = max(self._most_used, used)
-        self._write_at = self._places(lanes[of_row], written)
+        places = self._places(lanes[of_row], written)
+        self._write_at = torch.cat((self._write_at, places)) if beside else places
         seen = self._seen(prompt_lengths[of_row], written, used)
         longest = max(row.count for row in rows)
         # Padding sees all, so that no softmax is empty.
@@ -186,7 +189,9 @@ class KVCache(_Cache):
             (len(rows), longest, seen.shape[1]), dtype=torch.bool, device=self._device
         )
         hidden[of_row, offsets] = ~seen
-        self._extension = _Extension(lanes, slots, of_row, offsets, used, hidden[:, None, None])
+        self._extension = _Extension(
+            beside, lanes, slots, of_row, offsets, used, hidden[:, None, None]
+        )
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Move lanes, (new, old) each, all at once."""
@@ -225,8 +230,16 @@ class KVCache(_Cache):
     def step(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
         at = layer - self._sizes.layers.start
         self._all_responses[at].index_copy_(0, self._write_at, new.reshape(-1, new.shape[-1]))
-        if self._extension is not None:
-            return self._attend_of_extension(at, self._extension, queries)
+        extension = self._extension
+        if extension is None:
+            return self._attend_of_rows(at, queries)
+        of_extension = self._attend_of_extension(at, extension, queries[extension.beside :])
+        if not extension.beside:
+            return of_extension
+        of_rows = self._attend_of_rows(at, queries[: extension.beside])
+        return torch.cat((of_rows, of_extension))
+
+    def _attend_of_rows(self, at: int, queries: Tensor) -> Tensor:
         of_prompts = self._to_rows(_product(self._to_cells(queries), self._prompt_keys[at]))
         of_responses = _product(queries.flatten(0, 1), self._own_keys[at]).view(
             *queries.shape[:3], -1
@@ -234,7 +247,7 @@ class KVCache(_Cache):
         scores = torch.cat((of_prompts, of_responses), dim=-1).masked_fill_(
             self._hidden, float("-inf")
         )
-        weights = scores.softmax(dim=-1).to(new.dtype)
+        weights = scores.softmax(dim=-1).to(queries.dtype)
         of_prompts, of_responses = weights.split(
             (of_prompts.shape[-1], of_responses.shape[-1]), dim=-1
         )
@@ -244,7 +257,7 @@ class KVCache(_Cache):
         )
 
     def _attend_of_extension(self, at: int, extension: _Extension, queries: Tensor) -> Tensor:
-        lanes, slots, of_row, offsets, used, hidden = extension
+        _, lanes, slots, of_row, offsets, used, hidden = extension
         # [2, b, g, L + used, d]
         stored = torch.cat(
             (self._prompts[at][:, slots], self._responses[at][:, lanes, :, :used]), dim=3
