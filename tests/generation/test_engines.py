@@ -287,15 +287,14 @@ class TestResumedResponses:
 
     def converse(self, engine: EngineGenerator, **options: int) -> list[list[PartialResponse]]:
         responses = [
-            replace(response, limit=24) for response in new_responses(PROMPTS, NUM_SAMPLES, 3)
+            replace(response, limit=13) for response in new_responses(PROMPTS, NUM_SAMPLES, 3)
         ]
-        partner = Partner(responses, room=24, vocab_size=20, **options)
-        params = replace(PARAMS, stop_token_ids=(2, *range(5, 20)))
+        partner = Partner(responses, room=13, vocab_size=20, answers_cut=True, **options)
         with engine.awake():
             if options:
-                engine.converse(responses, params, partner)
+                engine.converse(responses, PARAMS, partner)
             else:
-                converse_in_rounds(engine, responses, params, partner)
+                converse_in_rounds(engine, responses, PARAMS, partner)
         return partner.answers
 
     def test_turns_are_answered_as_in_rounds(self, engine):

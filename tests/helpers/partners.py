@@ -15,6 +15,7 @@ class Partner:
     Args:
         room: of a row, beside its prompt.
         patience: exchanges that a reply takes at most; their number is random.
+        answers_cut: go on where an answer was cut by its length, too.
     """
 
     def __init__(
@@ -25,12 +26,14 @@ class Partner:
         vocab_size: int = 63,
         max_turns: int = 4,
         patience: int = 0,
+        answers_cut: bool = False,
         seed: int = 0,
     ):
         self._room = room
         self._vocab_size = vocab_size
         self._max_turns = max_turns
         self._patience = patience
+        self._answers_cut = answers_cut
         self._draw = random.Random(seed)
         self._prompt_lengths = [len(response.prompt.tokens) for response in responses]
         self._waiting: dict[int, int] = {}
@@ -60,7 +63,8 @@ class Partner:
         written = [draw.randrange(self._vocab_size) for _ in range(draw.randint(0, 7))]
         history = (*answer.prompt.tokens, *answer.tokens, *written)
         left = self._room - (len(history) - self._prompt_lengths[row])
-        if answer.finish_reason != "stop" or len(answers) == self._max_turns or left <= 0:
+        is_last = answer.finish_reason != "stop" and not self._answers_cut
+        if is_last or len(answers) == self._max_turns or left <= 0:
             return None
         prompt = replace(answer.prompt, tokens=history)
         return PartialResponse(prompt, draw.getrandbits(64), limit=left)
