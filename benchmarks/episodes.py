@@ -53,12 +53,6 @@ TURNS = 4
 ROOM = 320  # tokens of an episode
 
 
-def slow_reply(answer: str, record: dict, rng: random.Random, median: float, spread: float) -> str:
-    """The environment: it sleeps for a time of a log-normal distribution."""
-    time.sleep(rng.lognormvariate(0, spread) * median)
-    return f"{record['word']} {rng.randint(0, 99)}"
-
-
 class TimedPool(EnvironmentPool):
     """Measures the time in which its caller waits."""
 
@@ -115,7 +109,10 @@ def play(
 ) -> tuple[Completions, float, float]:
     """Return the episodes, the seconds of all and the seconds in which the engine waited."""
     config = EnvironmentConfig(
-        name="episodes.slow_reply", kwargs=delays, num_workers=UNDER_WAY, turn_timeout_seconds=600
+        name="helpers.environment_functions.slow_reply",
+        kwargs=delays,
+        num_workers=UNDER_WAY,
+        turn_timeout_seconds=600,
     )
     with contextlib.closing(TimedPool(config)) as pool:
         pool.start()
@@ -127,6 +124,7 @@ def play(
             vocab_size=renderer.tokenizer.vocab_size,
             max_turns=TURNS,
             max_tokens=ROOM,
+            is_continuous=True,
         )
         begun = time.monotonic()
         completions = episodes.generate(prompts, 1, params, seed=1)

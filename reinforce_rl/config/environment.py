@@ -29,6 +29,13 @@ class EnvironmentConfig(Section):
         "see truncated_samples",
         "tokens",
     )
+    continuous: bool | None = key(
+        None,
+        "an episode goes on as soon as the environment has replied; false: all wait for the "
+        "slowest; null: true unless generation is native",
+        details=". The native engine's log-probs then differ by rounding with the times of the "
+        "replies, so that two equal runs are not equal bit for bit",
+    )
     num_workers: Count = key(
         2,
         "replies that are computed at a time",

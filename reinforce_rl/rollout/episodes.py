@@ -131,13 +131,12 @@ class Outcome:
 class EpisodeGenerator:
     """A `Generator` whose completions are whole episodes.
 
-    An episode goes on as soon as the environment has replied, if the generator can converse;
-    otherwise the episodes are played in rounds.
-
     Args:
         generator: draws the answers.
         environment: started on model-parallel rank 0, which alone asks it.
         vocab_size: of the model.
+        is_continuous: an episode goes on as soon as the environment has replied, if the generator
+            can converse; otherwise the episodes are played in rounds.
     """
 
     def __init__(
@@ -152,6 +151,7 @@ class EpisodeGenerator:
         max_tokens: int,
         skip_special_tokens: bool = True,
         tool_format: str = "auto",
+        is_continuous: bool = False,
     ):
         self._generator = generator
         self._environment = environment
@@ -162,6 +162,7 @@ class EpisodeGenerator:
         self._max_tokens = max_tokens
         self._skip_special_tokens = skip_special_tokens
         self._tool_format = tool_format
+        self._is_continuous = is_continuous
         self._numbers = count()
 
     @property
@@ -197,7 +198,7 @@ class EpisodeGenerator:
         responses = [episode.next_answer(self._max_tokens) for episode in episodes]
         partner = partial(self._exchange, episodes, params.stop_token_ids)
         try:
-            if isinstance(self._generator, ConversingGenerator):
+            if self._is_continuous and isinstance(self._generator, ConversingGenerator):
                 self._generator.converse(responses, params, partner)
             else:
                 converse_in_rounds(self._generator, responses, params, partner)
@@ -422,6 +423,9 @@ def play_episodes(
     """Let an environment answer what the model generates; without one, do nothing."""
     if environment is None:
         return
+    is_continuous = cfg.environment.continuous
+    if is_continuous is None:
+        is_continuous = cfg.generation != "native"
     model.generator = EpisodeGenerator(
         model.generator,
         environment,
@@ -432,4 +436,5 @@ def play_episodes(
         max_tokens=cfg.environment.max_episode_tokens,
         skip_special_tokens=cfg.model.reinforce.skip_special_tokens,
         tool_format=cfg.environment.tool_format,
+        is_continuous=is_continuous,
     )

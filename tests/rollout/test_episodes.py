@@ -82,7 +82,7 @@ def episodes_of(
     generator: Any, renderer: ChatRenderer, mesh: Any, environment: str, **settings: Any
 ) -> Iterator[EpisodeGenerator]:
     sizes = {"max_turns": 4, "max_tokens": 200, "vocab_size": 128, **settings}
-    config = EnvironmentConfig(name=f"{ENVIRONMENTS}.{environment}")
+    config = EnvironmentConfig(name=f"{ENVIRONMENTS}.{environment}", num_workers=8)
     with contextlib.closing(EnvironmentPool(config)) as pool:
         yield EpisodeGenerator(generator, pool, renderer, mesh, **sizes)
 
@@ -488,3 +488,47 @@ def test_a_row_is_what_the_engine_saw(template, end, roles, kwargs, count, tmp_p
         assert [*prompt.tokens, *row_of(completions, row)] == generator.seen[prompt.id]
     assert completions.policy_mask is not None
     assert int((~completions.policy_mask).sum()) > count
+
+
+@pytest.mark.parametrize("max_tokens", [None, 900])
+def test_continuous_episodes_are_those_of_the_rounds(max_tokens, model, mesh):
+    """Replies take up to 30 ms, so that episodes overtake each other."""
+    lm = megatron_model(model, mesh, torch.float64)
+    renderer = ChatRenderer(load_tokenizer(model))
+    prompts = [
+        chat_prompt(renderer, number, "hi" * number, fails=number == 3) for number in range(1, 5)
+    ]
+    params = replace(PARAMS, max_length=9, stop_token_ids=tuple(range(2, 50)))
+
+    def played(environment: str, *, is_continuous: bool) -> Completions:
+        native = NativeGenerator(lm, renderer.tokenizer, max_tokens)
+        settings = {"is_continuous": is_continuous, "max_tokens": 60}
+        with episodes_of(native, renderer, mesh, environment, **settings) as episodes:
+            return episodes.generate(prompts, 3, params, seed=2)
+
+    for environment in ("slow_odd_letters", "FailsAtTheSecond"):
+        rounds = played(environment, is_continuous=False)
+        mine = played(environment, is_continuous=True)
+        assert torch.equal(mine.tokens, rounds.tokens)
+        assert torch.equal(mine.lengths, rounds.lengths)
+        assert mine.finish_reasons == rounds.finish_reasons
+        assert mine.environment_faults == rounds.environment_faults
+        assert mine.policy_mask is not None and rounds.policy_mask is not None
+        assert torch.equal(mine.policy_mask, rounds.policy_mask)
+        assert mine.log_probs is not None and rounds.log_probs is not None
+        torch.testing.assert_close(mine.log_probs, rounds.log_probs, atol=1e-6, rtol=0)
+        assert mine.environment_rewards is not None and rounds.environment_rewards is not None
+        torch.testing.assert_close(
+            mine.environment_rewards, rounds.environment_rewards, equal_nan=True, atol=0, rtol=0
+        )
+        assert turns_of(unscored_batch(prompts, mine, pad_id=0)).max() > 1
+
+
+def test_a_generator_that_cannot_converse_plays_in_rounds(renderer, mesh):
+    def played(*, is_continuous: bool) -> list[int]:
+        generator = Scripted(renderer, lambda prompt, turn: "ab")
+        settings = {"is_continuous": is_continuous}
+        with episodes_of(generator, renderer, mesh, "odd_letters", **settings) as episodes:
+            return row_of(episodes.generate([chat_prompt(renderer, 0)], 1, PARAMS, seed=1), 0)
+
+    assert played(is_continuous=True) == played(is_continuous=False)
