@@ -34,7 +34,7 @@ class EnvironmentConfig(Section):
         "an episode goes on as soon as the environment has replied; false: all wait for the "
         "slowest; null: true unless generation is native",
         details=". The native engine's log-probs then differ by rounding with the times of the "
-        "replies, so that two equal runs are not equal bit for bit",
+        "replies, and so do two equal runs",
     )
     num_workers: Count = key(
         2,

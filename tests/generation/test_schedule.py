@@ -116,7 +116,7 @@ def test_parked_sequences_keep_their_lanes(seed):
     lanes: list[int | None] = [None] * schedule.rows  # the sample whose tokens a lane holds
     turns = dict.fromkeys(range(12), 0)
     was_parked_at_work = False
-    while True:
+    for _ in range(1000):
         schedule.admit()
         for sample in list(schedule.parked):
             if schedule.running and draw.random() < 0.7:
@@ -147,4 +147,5 @@ def test_parked_sequences_keep_their_lanes(seed):
         schedule.advance([row for row in range(len(schedule.running)) if draw.random() < 0.3])
         for sample in schedule.parked.keys() - earlier:
             turns[sample] += 1
+    assert not schedule.unfinished
     assert was_parked_at_work
