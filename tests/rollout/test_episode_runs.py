@@ -125,6 +125,8 @@ def test_rewritten_histories_are_trained_on_and_replayed(tmp_path):
     verdicts = {phase.name: phase.verdict for phase in replayed.phases}
     unlike = {name for name, verdict in verdicts.items() if verdict != "same"}
     assert unlike <= {"generate", "score"}
+
+
 def test_one_continuous_turn_is_a_reward_function(tmp_path):
     """Bit for bit, too: rows that nobody answers are decoded as without an environment."""
     continuous = run(tmp_path / "mine", "graded_once", "environment.continuous=true")

@@ -22,8 +22,10 @@ from helpers.chat_templates import (
     TOOL_TOKENS,
     write_chat_tokenizer,
 )
+from helpers.layouts import ALL_LAYOUTS
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model
+from helpers.ranks import call_on_ranks, one_group
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.config.environment import EnvironmentConfig
@@ -34,6 +36,7 @@ from reinforce_rl.data.rendering import ChatRenderer, TemplateOptions
 from reinforce_rl.data.tokenizer import decode_all, load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates
 from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.metrics import turns_of
 from reinforce_rl.rewards.environment_pool import EnvironmentPool, Turn
 from reinforce_rl.rollout.episodes import EpisodeGenerator
@@ -532,3 +535,37 @@ def test_a_generator_that_cannot_converse_plays_in_rounds(renderer, mesh):
             return row_of(episodes.generate([chat_prompt(renderer, 0)], 1, PARAMS, seed=1), 0)
 
     assert played(is_continuous=True) == played(is_continuous=False)
+
+
+def play_on_layouts(folder: Path, names: tuple[str, ...]) -> list[Completions]:
+    """Play continuous episodes; their environment is on the first rank of each block."""
+    results = []
+    with one_group():
+        for name in names:
+            with ALL_LAYOUTS[name].mesh() as mesh:
+                results.append(play_slowly(folder, mesh, is_continuous=True))
+    return results
+
+
+def play_slowly(folder: Path, mesh: Mesh, *, is_continuous: bool) -> Completions:
+    lm = megatron_model(folder, mesh, torch.float64)
+    renderer = ChatRenderer(load_tokenizer(folder))
+    prompts = [chat_prompt(renderer, number, "hi" * number) for number in range(1, 4)]
+    params = replace(PARAMS, max_length=9, stop_token_ids=tuple(range(2, 50)))
+    native = NativeGenerator(lm, renderer.tokenizer)
+    settings = {"is_continuous": is_continuous, "max_tokens": 60}
+    with episodes_of(native, renderer, mesh, "slow_odd_letters", **settings) as episodes:
+        return episodes.generate(prompts, 3, params, seed=2)
+
+
+@pytest.mark.more
+def test_continuous_episodes_on_layouts(model, mesh):
+    expected = play_slowly(model, mesh, is_continuous=False)
+    assert expected.log_probs is not None
+    for of_rank in call_on_ranks(play_on_layouts, 2, model, ("TP2", "PP2", "CP2")):
+        assert len(of_rank) == 3
+        for mine in of_rank:
+            assert torch.equal(mine.tokens, expected.tokens)
+            assert mine.finish_reasons == expected.finish_reasons
+            assert torch.equal(mine.environment_rewards, expected.environment_rewards)
+            torch.testing.assert_close(mine.log_probs, expected.log_probs, atol=1e-6, rtol=0)
