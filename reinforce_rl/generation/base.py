@@ -122,7 +122,11 @@ class Partner(Protocol):
         """Take answers that have ended, by row; return the next turns that are ready, by row.
 
         A turn is an empty response, whose prompt is the row so far and what the partner wrote; None
-        ends the row. `waits`: until there is one; nothing else can be generated.
+        ends the row. The partner may rewrite what follows the row's first prompt, if some text
+        follows it.
+
+        Args:
+            waits: wait until there is one; nothing else can be generated.
         """
         ...
 

@@ -38,9 +38,12 @@ def begun(prompts: list[Prompt], samples: int = 4) -> list[PartialResponse]:
 
 
 def in_rounds(
-    engine: NativeGenerator, responses: list[PartialResponse], params: SamplingParams
+    engine: NativeGenerator,
+    responses: list[PartialResponse],
+    params: SamplingParams,
+    **options: bool,
 ) -> list[list[PartialResponse]]:
-    partner = Partner(responses, room=ROOM)
+    partner = Partner(responses, room=ROOM, **options)
     converse_in_rounds(engine, responses, params, partner)
     return partner.answers
 
@@ -84,6 +87,17 @@ def test_a_sliding_window_and_megatrons_layers(mesh, tmp_path, prompts):
         partner = Partner(responses, room=ROOM, patience=5)
         engine.converse(responses, PARAMS, partner)
         assert_same(partner.answers, in_rounds(engine, responses, PARAMS))
+
+
+def test_a_partner_that_rewrites_the_row(lm, folder, prompts):
+    engine = NativeGenerator(lm, load_tokenizer(folder))
+    responses = begun(prompts)
+    partner = Partner(responses, room=ROOM, patience=5, rewrites=True)
+    engine.converse(responses, PARAMS, partner)
+    rounds = in_rounds(engine, responses, PARAMS, rewrites=True)
+    assert max(len(answers) for answers in rounds) == 4
+    assert_same(partner.answers, rounds)
+    assert rounds != in_rounds(engine, responses, PARAMS)
 
 
 def test_a_static_decoder_plays_in_rounds(monkeypatch, lm, folder, prompts):

@@ -15,6 +15,7 @@ class Partner:
     Args:
         room: of a row, beside its prompt.
         patience: exchanges that a reply takes at most; their number is random.
+        rewrites: leave out the first tokens behind the prompt at every second turn.
         answers_cut: go on where an answer was cut by its length, too.
     """
 
@@ -27,6 +28,7 @@ class Partner:
         max_turns: int = 4,
         patience: int = 0,
         answers_cut: bool = False,
+        rewrites: bool = False,
         seed: int = 0,
     ):
         self._room = room
@@ -34,6 +36,7 @@ class Partner:
         self._max_turns = max_turns
         self._patience = patience
         self._answers_cut = answers_cut
+        self._rewrites = rewrites
         self._draw = random.Random(seed)
         self._prompt_lengths = [len(response.prompt.tokens) for response in responses]
         self._waiting: dict[int, int] = {}
@@ -60,8 +63,11 @@ class Partner:
         answers = self.answers[row]
         answer = answers[-1]
         draw = random.Random(1000 * row + len(answers))
-        written = [draw.randrange(self._vocab_size) for _ in range(draw.randint(0, 7))]
+        written = [draw.randrange(self._vocab_size) for _ in range(draw.randint(self._rewrites, 7))]
         history = (*answer.prompt.tokens, *answer.tokens, *written)
+        if self._rewrites and len(answers) % 2:
+            length = self._prompt_lengths[row]
+            history = (*history[:length], *history[length + 2 :])
         left = self._room - (len(history) - self._prompt_lengths[row])
         is_last = answer.finish_reason != "stop" and not self._answers_cut
         if is_last or len(answers) == self._max_turns or left <= 0:

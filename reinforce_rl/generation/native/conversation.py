@@ -108,7 +108,8 @@ class ConversingDecoding(PlainDecoding):
     def _advance_and_read(self, tokens: Tensor, turns: Mapping[int, PartialResponse]) -> None:
         """Feed the drawn tokens int64 [R], and what rows with a turn have not read, in one pass.
 
-        That is the last token of their answer, which drew no other, and what the partner wrote.
+        That is the last token of their answer, which drew no other, and what the partner wrote; or
+        all from where it has rewritten the row.
         """
         rows = []
         unread: list[int] = []
@@ -116,7 +117,7 @@ class ConversingDecoding(PlainDecoding):
         for sample, turn in turns.items():
             sequence = self._schedule.parked[sample]
             length = self._prompt_length(sample)
-            stored = sequence.before + sequence.written - 1
+            stored = self._stored(sample, turn) - length
             new = turn.prompt.tokens[length + stored :]
             assert sequence.lane is not None
             rows.append(LaneTokens(sequence.lane, sequence.slot, length, stored, len(new)))
@@ -136,6 +137,17 @@ class ConversingDecoding(PlainDecoding):
             ends = count - 1 + np.cumsum([row.count for row in rows])
             self._hidden = hidden[[*range(count), *ends.tolist()], 0]
         self._resume(turns)
+
+    def _stored(self, sample: int, turn: PartialResponse) -> int:
+        """Return how many tokens of a turn's prompt have keys and values in the row."""
+        answer = self._responses.collect_answer(sample)
+        read = (*answer.prompt.tokens, *answer.tokens)[:-1]
+        history = turn.prompt.tokens[:-1]  # the last one is read again, for its hidden state
+        equal = [mine == other for mine, other in zip(read, history, strict=False)]
+        stored = equal.index(False) if False in equal else len(equal)
+        if stored < self._prompt_length(sample):
+            raise ValueError("a turn has another prompt than its row")
+        return stored
 
     def _resume(self, turns: Mapping[int, PartialResponse]) -> None:
         for sample, turn in turns.items():
