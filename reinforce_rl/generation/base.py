@@ -122,8 +122,8 @@ class Partner(Protocol):
         """Take answers that have ended, by row; return the next turns that are ready, by row.
 
         A turn is an empty response, whose prompt is the row so far and what the partner wrote; None
-        ends the row. The partner may rewrite what follows the row's first prompt, if some text
-        follows it.
+        ends the row. The partner may rewrite the row; a prompt and its `limit` together have at
+        most the room of the row, beside its first prompt if they begin with it.
 
         Args:
             waits: wait until there is one; nothing else can be generated.

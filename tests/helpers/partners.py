@@ -15,7 +15,7 @@ class Partner:
     Args:
         room: of a row, beside its prompt.
         patience: exchanges that a reply takes at most; their number is random.
-        rewrites: leave out the first tokens behind the prompt at every second turn.
+        rewrites: leave out tokens, at some turns behind the prompt and at others in it.
         answers_cut: go on where an answer was cut by its length, too.
     """
 
@@ -63,12 +63,14 @@ class Partner:
         answers = self.answers[row]
         answer = answers[-1]
         draw = random.Random(1000 * row + len(answers))
-        written = [draw.randrange(self._vocab_size) for _ in range(draw.randint(self._rewrites, 7))]
+        written = [draw.randrange(self._vocab_size) for _ in range(draw.randint(0, 7))]
         history = (*answer.prompt.tokens, *answer.tokens, *written)
         if self._rewrites and len(answers) % 2:
-            length = self._prompt_lengths[row]
-            history = (*history[:length], *history[length + 2 :])
-        left = self._room - (len(history) - self._prompt_lengths[row])
+            start = self._prompt_lengths[row] * (len(answers) // 2 == row % 2)
+            history = (*history[:start], *history[start + 2 :])
+        left = self._room - len(history)
+        if not self._rewrites:
+            left += self._prompt_lengths[row]
         is_last = answer.finish_reason != "stop" and not self._answers_cut
         if is_last or len(answers) == self._max_turns or left <= 0:
             return None

@@ -12,6 +12,7 @@ from torch import Tensor
 from reinforce_rl.generation.base import PartialResponse, Partner
 from reinforce_rl.generation.native.decoding import PlainDecoding
 from reinforce_rl.generation.native.sampling import position_keys
+from reinforce_rl.generation.native.schedule import Running
 from reinforce_rl.megatron.model.decoding import LaneTokens
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class ConversingDecoding(PlainDecoding):
     def converse(self, exchange: Exchange) -> None:
         """See `ConversingGenerator.converse`."""
         self._answers: dict[int, PartialResponse] = {}
+        self._alone: set[int] = set()  # samples that have left the slot of their prompt
         steps = 0
         while exchange.unfinished:
             can_draw = self._admit()
@@ -92,8 +94,8 @@ class ConversingDecoding(PlainDecoding):
                 self._answers[sample] = self._responses.collect_answer(sample)
         return tokens
 
-    def _prompt_length(self, sample: int) -> int:
-        return len(self._prompts[self._schedule.parked[sample].prompt])
+    def _prompt_length(self, sequence: Running) -> int:
+        return 0 if sequence.sample in self._alone else super()._prompt_length(sequence)
 
     def _going_on(self, turns: Mapping[int, PartialResponse | None]) -> dict[int, PartialResponse]:
         """End the rows without a turn; return the others."""
@@ -116,13 +118,14 @@ class ConversingDecoding(PlainDecoding):
         positions: list[int] = []
         for sample, turn in turns.items():
             sequence = self._schedule.parked[sample]
-            length = self._prompt_length(sample)
-            stored = self._stored(sample, turn) - length
-            new = turn.prompt.tokens[length + stored :]
+            stored = self._stored(sequence, turn)
+            length = self._prompt_length(sequence)
+            new = turn.prompt.tokens[stored:]
             assert sequence.lane is not None
-            rows.append(LaneTokens(sequence.lane, sequence.slot, length, stored, len(new)))
+            in_lane = stored - length
+            rows.append(LaneTokens(sequence.lane, sequence.slot, length, in_lane, len(new)))
             unread += new
-            positions += range(length + stored, len(turn.prompt.tokens))
+            positions += range(stored, len(turn.prompt.tokens))
         fed = torch.tensor(unread, device=self._device)
         at = torch.tensor(positions, device=self._device)
         count = len(tokens)
@@ -138,20 +141,25 @@ class ConversingDecoding(PlainDecoding):
             self._hidden = hidden[[*range(count), *ends.tolist()], 0]
         self._resume(turns)
 
-    def _stored(self, sample: int, turn: PartialResponse) -> int:
-        """Return how many tokens of a turn's prompt have keys and values in the row."""
-        answer = self._responses.collect_answer(sample)
+    def _stored(self, sequence: Running, turn: PartialResponse) -> int:
+        """Return how many tokens of a turn's prompt have keys and values.
+
+        A row that no longer begins with its prompt leaves the slot and has all in its lane.
+        """
+        answer = self._responses.collect_answer(sequence.sample)
         read = (*answer.prompt.tokens, *answer.tokens)[:-1]
         history = turn.prompt.tokens[:-1]  # the last one is read again, for its hidden state
         equal = [mine == other for mine, other in zip(read, history, strict=False)]
         stored = equal.index(False) if False in equal else len(equal)
-        if stored < self._prompt_length(sample):
-            raise ValueError("a turn has another prompt than its row")
+        if stored < self._prompt_length(sequence):
+            self._alone.add(sequence.sample)
+            return 0
         return stored
 
     def _resume(self, turns: Mapping[int, PartialResponse]) -> None:
         for sample, turn in turns.items():
-            before = len(turn.prompt.tokens) - self._prompt_length(sample)
+            length = self._prompt_length(self._schedule.parked[sample])
+            before = len(turn.prompt.tokens) - length
             self._schedule.resume(sample, before, turn.max_length(self._params))
             self._responses.begin_again(sample, turn)
         keys = np.array([turn.key for turn in turns.values()], dtype=np.uint64)

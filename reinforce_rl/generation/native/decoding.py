@@ -29,7 +29,7 @@ from reinforce_rl.generation.native.sampling import (
     position_keys,
     token_log_probs,
 )
-from reinforce_rl.generation.native.schedule import Schedule
+from reinforce_rl.generation.native.schedule import Running, Schedule
 from reinforce_rl.megatron.model.model import CausalLM
 
 if TYPE_CHECKING:
@@ -460,7 +460,7 @@ class PlainDecoding(Decoding):
                 (
                     sequence.sample,
                     sequence.slot,
-                    len(self._prompts[sequence.prompt]),
+                    self._prompt_length(sequence),
                     sequence.before,
                     sequence.written,
                 )
@@ -469,6 +469,10 @@ class PlainDecoding(Decoding):
             device=self._device,
         ).unbind(dim=1)
         self._cache.place([sequence.slot for sequence in running])
+
+    def _prompt_length(self, sequence: Running) -> int:
+        """Return the tokens of the prompt in its slot that the row sees."""
+        return len(self._prompts[sequence.prompt])
 
     def _draw(self) -> Tensor:
         """Draw, record and return each row's next token, int64 [R]."""
