@@ -493,11 +493,30 @@ def test_a_row_is_what_the_engine_saw(template, end, roles, kwargs, count, tmp_p
     assert int((~completions.policy_mask).sum()) > count
 
 
+# A mark behind the last message, or before all: a reply rewrites the answer before, or the prompt.
+REWRITING = {
+    "answers": (
+        "{% for message in messages %}{{ message['role'][0] | upper }}: {{ message['content'] }}"
+        "{% if loop.last %}*{% endif %}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}"
+    ),
+    "prompt": (
+        "{{ messages | length }}{% for message in messages %}{{ message['role'][0] | upper }}: "
+        "{{ message['content'] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("rewritten", [None, *REWRITING])
 @pytest.mark.parametrize("max_tokens", [None, 900])
-def test_continuous_episodes_are_those_of_the_rounds(max_tokens, model, mesh):
+def test_continuous_episodes_are_those_of_the_rounds(max_tokens, rewritten, model, mesh):
     """Replies take up to 30 ms, so that episodes overtake each other."""
     lm = megatron_model(model, mesh, torch.float64)
-    renderer = ChatRenderer(load_tokenizer(model))
+    tokenizer = load_tokenizer(model)
+    if rewritten is not None:
+        tokenizer.chat_template = REWRITING[rewritten]
+    renderer = ChatRenderer(tokenizer)
     prompts = [
         chat_prompt(renderer, number, "hi" * number, fails=number == 3) for number in range(1, 5)
     ]
@@ -505,7 +524,7 @@ def test_continuous_episodes_are_those_of_the_rounds(max_tokens, model, mesh):
 
     def played(environment: str, *, is_continuous: bool) -> Completions:
         native = NativeGenerator(lm, renderer.tokenizer, max_tokens)
-        settings = {"is_continuous": is_continuous, "max_tokens": 60}
+        settings = {"is_continuous": is_continuous, "max_tokens": 100}
         with episodes_of(native, renderer, mesh, environment, **settings) as episodes:
             return episodes.generate(prompts, 3, params, seed=2)
 
@@ -518,6 +537,9 @@ def test_continuous_episodes_are_those_of_the_rounds(max_tokens, model, mesh):
         assert mine.environment_faults == rounds.environment_faults
         assert mine.policy_mask is not None and rounds.policy_mask is not None
         assert torch.equal(mine.policy_mask, rounds.policy_mask)
+        assert mine.history_mask is not None and rounds.history_mask is not None
+        assert torch.equal(mine.history_mask, rounds.history_mask)
+        assert bool(mine.history_mask.any()) == (rewritten is not None)
         assert mine.log_probs is not None and rounds.log_probs is not None
         torch.testing.assert_close(mine.log_probs, rounds.log_probs, atol=1e-6, rtol=0)
         assert mine.environment_rewards is not None and rounds.environment_rewards is not None
