@@ -29,6 +29,13 @@ class EnvironmentConfig(Section):
         "see truncated_samples",
         "tokens",
     )
+    continuous: bool | None = key(
+        None,
+        "an episode goes on as soon as the environment has replied; false: all wait for the "
+        "slowest; null: true unless generation is native",
+        details=". The native engine's log-probs then differ by rounding with the times of the "
+        "replies, and so do two equal runs",
+    )
     num_workers: Count = key(
         2,
         "replies that are computed at a time",

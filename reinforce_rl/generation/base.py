@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import DataError
@@ -44,7 +44,11 @@ class PartialResponse:
 
     def max_length(self, params: SamplingParams) -> int:
         """Return the most tokens that this response may have."""
-        return params.max_length if self.limit is None else min(self.limit, params.max_length)
+        return min(self.room(params), params.max_length)
+
+    def room(self, params: SamplingParams) -> int:
+        """Return the most tokens of this response and all later turns of its row."""
+        return params.max_length if self.limit is None else self.limit
 
 
 class WeightUpdates(Protocol):
@@ -107,6 +111,41 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """Stop the engine. May be called in any state, on one rank alone."""
+
+
+class Partner(Protocol):
+    """Answers the policy's answers. All ranks of a block make the same calls."""
+
+    def __call__(
+        self, answers: Mapping[int, PartialResponse], *, waits: bool
+    ) -> dict[int, PartialResponse | None]:
+        """Take answers that have ended, by row; return the next turns that are ready, by row.
+
+        A turn is an empty response, whose prompt is the row so far and what the partner wrote; None
+        ends the row. The partner may rewrite the row; a prompt and its `limit` together have at
+        most the room of the row, beside its first prompt if they begin with it.
+
+        Args:
+            waits: wait until there is one; nothing else can be generated.
+        """
+        ...
+
+
+@runtime_checkable
+class ConversingGenerator(Generator, Protocol):
+    """A `Generator` that goes on with a row as soon as its partner has replied."""
+
+    def converse(
+        self, responses: Sequence[PartialResponse], params: SamplingParams, partner: Partner
+    ) -> None:
+        """Draw an answer of each row and of all its further turns, until all rows have ended.
+
+        Responses are empty; the `limit` of the first is the room of all turns of its row. Answers
+        are those of `resume`.
+
+        Call within `awake`; raises as `generate`, and what the partner raises.
+        """
+        ...
 
 
 class RemoteGenerator:

@@ -1,8 +1,9 @@
-"""Unfinished responses: made of prompts, and joined into `Completions`."""
+"""Unfinished responses: made of prompts, played in rounds, and joined into `Completions`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -10,7 +11,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH
-from reinforce_rl.generation.base import PartialResponse
+from reinforce_rl.generation.base import (
+    Generator,
+    PartialResponse,
+    Partner,
+    SamplingParams,
+)
 from reinforce_rl.generation.native.sampling import sample_seeds
 
 
@@ -24,6 +30,39 @@ def new_responses(prompts: Sequence[Prompt], num_samples: int, seed: int) -> lis
     )
     repeated = (prompt for prompt in prompts for _ in range(num_samples))
     return [PartialResponse(prompt, key) for prompt, key in zip(repeated, keys, strict=True)]
+
+
+class SameWeights:
+    """`WeightUpdates` of a call during which no weights arrive."""
+
+    version = 0
+
+    def next_action(self, unfinished: int) -> Literal["continue", "load", "stop"]:
+        return "continue"
+
+    def load(self) -> None:
+        raise RuntimeError("no weights arrive during this call")
+
+
+def converse_in_rounds(
+    generator: Generator,
+    responses: Sequence[PartialResponse],
+    params: SamplingParams,
+    partner: Partner,
+) -> None:
+    """See `ConversingGenerator.converse`; in each round, all rows wait for the slowest."""
+    turns = dict(enumerate(responses))
+    while turns:
+        resumed = generator.resume(list(turns.values()), params, SameWeights())
+        answers = dict(zip(turns, resumed, strict=True))
+        waiting = len(answers)
+        turns = {}
+        while waiting:
+            replies = partner(answers, waits=True)
+            answers = {}
+            waiting -= len(replies)
+            turns |= {row: turn for row, turn in replies.items() if turn is not None}
+        turns = dict(sorted(turns.items()))  # prompt by prompt, as an engine may group them
 
 
 def completions_of(responses: Sequence[PartialResponse], pad_id: int) -> Completions:

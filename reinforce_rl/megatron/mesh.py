@@ -163,6 +163,8 @@ class Mesh:
 
     def from_model_parallel_rank_0(self, value: Any) -> Any:
         """Broadcast a picklable value from model-parallel rank 0 within its block."""
+        if dist.get_world_size(self.block_group) == 1:
+            return value
         return _from_rank(value, 0, self.block_group)
 
     def gather_on_model_parallel_rank_0(self, value: Any) -> list[Any]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,13 +32,14 @@ from reinforce_rl.data.tool_calls import Answer, read_answer, tool_format_of
 from reinforce_rl.data.turns import next_turn
 from reinforce_rl.errors import DataError, ReinforceError
 from reinforce_rl.generation.base import (
+    ConversingGenerator,
     Generator,
     PartialResponse,
     SamplingParams,
     WeightUpdates,
 )
 from reinforce_rl.generation.native.sampling import sample_seeds
-from reinforce_rl.generation.responses import new_responses
+from reinforce_rl.generation.responses import converse_in_rounds, new_responses
 from reinforce_rl.rewards.environment_pool import EnvironmentPool, Turn
 
 if TYPE_CHECKING:
@@ -50,6 +52,15 @@ _START_OF_PROMPT = (1 << 40) + 1  # beside the numbers of samples, as a key of r
 # What a key of a sample is for.
 _LATER_TURNS = 1
 _ENVIRONMENT = 2
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer that the environment was given."""
+
+    text: str
+    stop_id: int | None  # the token that ended it, which is no part of its text
+    parsed: Answer | None  # with its tool calls; None where the environment runs none
 
 
 @dataclass
@@ -68,6 +79,8 @@ class Episode:
     # Where the context of the next answer begins in `tokens`; None: with the prompt.
     context_start: int | None = None
     turns: int = 0  # answers so far
+    answered: Answered | None = None  # the last answer, on rank 0
+    answer_reason: str | None = None  # finish reason of the last answer
     reward: float = 0.0  # of the turns so far
     finish_reason: str | None = None  # None: under way
     fault: str | None = None  # why the environment failed
@@ -89,6 +102,7 @@ class Episode:
         self.is_policy += [True] * len(answer.tokens)
         self.is_history += [False] * len(answer.tokens)
         self.turn_rewards += [0.0] * len(answer.tokens)
+        self.answer_reason = answer.finish_reason
         self.turns += 1
 
     def add_environment(self, tokens: Sequence[int], history: Sequence[int] = ()) -> None:
@@ -117,12 +131,12 @@ class Outcome:
 class EpisodeGenerator:
     """A `Generator` whose completions are whole episodes.
 
-    In each round the unfinished episodes get an answer each, then the environment's replies.
-
     Args:
         generator: draws the answers.
         environment: started on model-parallel rank 0, which alone asks it.
         vocab_size: of the model.
+        is_continuous: an episode goes on as soon as the environment has replied, if the generator
+            can converse; otherwise the episodes are played in rounds.
     """
 
     def __init__(
@@ -137,6 +151,7 @@ class EpisodeGenerator:
         max_tokens: int,
         skip_special_tokens: bool = True,
         tool_format: str = "auto",
+        is_continuous: bool = False,
     ):
         self._generator = generator
         self._environment = environment
@@ -147,6 +162,7 @@ class EpisodeGenerator:
         self._max_tokens = max_tokens
         self._skip_special_tokens = skip_special_tokens
         self._tool_format = tool_format
+        self._is_continuous = is_continuous
         self._numbers = count()
 
     @property
@@ -179,16 +195,17 @@ class EpisodeGenerator:
             EnvironmentProcessError: no process of the environment could be started.
         """
         episodes = self._begin(prompts, num_samples, seed)
-        unfinished = episodes
+        responses = [episode.next_answer(self._max_tokens) for episode in episodes]
+        partner = partial(self._exchange, episodes, params.stop_token_ids)
         try:
-            while unfinished:
-                answers = [episode.next_answer(self._max_tokens) for episode in unfinished]
-                answers = self._generator.resume(answers, params, _SameWeights())
-                self._play_turn(unfinished, answers, params.stop_token_ids)
-                unfinished = [episode for episode in unfinished if episode.finish_reason is None]
+            if self._is_continuous and isinstance(self._generator, ConversingGenerator):
+                self._generator.converse(responses, params, partner)
+            else:
+                converse_in_rounds(self._generator, responses, params, partner)
         finally:
-            for episode in unfinished:
-                self._environment.end(episode.number)
+            for episode in episodes:
+                if episode.finish_reason is None:
+                    self._environment.end(episode.number)
         return _completions_of(episodes, pad_id_of(self._renderer.tokenizer))
 
     def _begin(self, prompts: Sequence[Prompt], num_samples: int, seed: int) -> list[Episode]:
@@ -218,32 +235,54 @@ class EpisodeGenerator:
         self._on_rank_0(begin)
         return episodes
 
-    def _play_turn(
+    def _exchange(
         self,
         episodes: Sequence[Episode],
-        answers: Sequence[PartialResponse],
         stop_token_ids: Sequence[int],
-    ) -> None:
-        """Add answers to their episodes, and what the environment replies to them."""
+        answers: Mapping[int, PartialResponse],
+        *,
+        waits: bool,
+    ) -> dict[int, PartialResponse | None]:
+        """Add answers to their episodes, and what the environment has replied; see `Partner`."""
         asked = []
-        for episode, answer in zip(episodes, answers, strict=True):
+        changed = []
+        for row, answer in answers.items():
+            episode = episodes[row]
             episode.add_answer(answer)
             if all(0 <= token < self._vocab_size for token in answer.tokens):
                 asked.append((episode, answer))
             else:
                 episode.finish_reason = FINISH_OUTSIDE
-        outcomes = self._on_rank_0(lambda: self._outcomes(asked, stop_token_ids))
-        for (episode, answer), outcome in zip(asked, outcomes, strict=True):
-            self._take_outcome(episode, answer, outcome)
-        for episode in episodes:
-            if episode.finish_reason is not None:
-                self._environment.end(episode.number)
+                changed.append(row)
+        first = episodes[0].number  # they count up
 
-    def _outcomes(
+        def ask_and_listen() -> list[tuple[int, Outcome]]:
+            self._ask(asked, stop_token_ids)
+            turns = self._environment.replies(0)
+            while waits and not turns and not changed and self._environment.under_way:
+                turns = self._environment.replies(_POLL_SECONDS)
+            return [
+                (turn.episode - first, self._outcome(episodes[turn.episode - first], turn))
+                for turn in turns
+            ]
+
+        for row, outcome in self._on_rank_0(ask_and_listen):
+            self._take_outcome(episodes[row], outcome)
+            changed.append(row)
+        replies: dict[int, PartialResponse | None] = {}
+        for row in changed:
+            episode = episodes[row]
+            if episode.finish_reason is None:
+                replies[row] = episode.next_answer(self._max_tokens)
+            else:
+                self._environment.end(episode.number)
+                replies[row] = None
+        return replies
+
+    def _ask(
         self, asked: Sequence[tuple[Episode, PartialResponse]], stop_token_ids: Sequence[int]
-    ) -> list[Outcome]:
-        """Give the answers to the environment; return what its replies mean, in order."""
-        # the token that ended each answer, which is no part of its text
+    ) -> None:
+        """Give the answers to the environment."""
         stop_ids = [
             answer.tokens[-1] if answer.tokens and answer.tokens[-1] in stop_token_ids else None
             for _, answer in asked
@@ -256,29 +295,13 @@ class EpisodeGenerator:
             self._renderer.tokenizer, written, skip_special_tokens=self._skip_special_tokens
         )
         parsed = self._parsed(asked, written)
-        for (episode, _), text, read in zip(asked, texts, parsed, strict=True):
+        for (episode, _), text, stop_id, read in zip(asked, texts, stop_ids, parsed, strict=True):
+            episode.answered = Answered(text, stop_id, read)
             calls = () if read is None else read.calls
             faults = None if read is None else read.faults
             if read is not None and read.has_channels:
                 text = read.content  # without thoughts, and names of channels
             self._environment.answer(episode.number, text, calls, faults)
-        turns: dict[int, Turn] = {}
-        while self._environment.under_way:
-            for turn in self._environment.replies(_POLL_SECONDS):
-                turns[turn.episode] = turn
-        return [
-            self._outcome(
-                episode,
-                turns[episode.number],
-                text,
-                stop_id,
-                read,
-                is_last=answer.finish_reason != FINISH_STOP or episode.turns == self._max_turns,
-            )
-            for (episode, answer), text, stop_id, read in zip(
-                asked, texts, stop_ids, parsed, strict=True
-            )
-        ]
 
     def _parsed(
         self,
@@ -296,30 +319,24 @@ class EpisodeGenerator:
             for (_, answer), text in zip(asked, texts, strict=True)
         ]
 
-    def _outcome(
-        self,
-        episode: Episode,
-        turn: Turn,
-        text: str,
-        stop_id: int | None,
-        parsed: Answer | None,
-        *,
-        is_last: bool,
-    ) -> Outcome:
-        """Return what a reply to an answer means; `is_last` ends the episode whatever it is."""
+    def _outcome(self, episode: Episode, turn: Turn) -> Outcome:
+        """Return what a reply to the last answer means."""
         if turn.fault:
             quoted = f": {' '.join(turn.text.split())}" if turn.text else ""
             return Outcome(fault=f"the environment failed: {turn.fault}{quoted}")
+        is_last = episode.answer_reason != FINISH_STOP or episode.turns == self._max_turns
         if turn.is_end or is_last:
             return Outcome(turn.reward)
+        answered = episode.answered
+        assert answered is not None
         try:
             following = next_turn(
                 self._renderer,
                 episode.conversation,
-                text,
+                answered.text,
                 turn.messages,
-                stop_id=stop_id,
-                parsed=parsed,
+                stop_id=answered.stop_id,
+                parsed=answered.parsed,
             )
         except DataError as error:
             return Outcome(fault=f"the environment's messages cannot be used: {error}")
@@ -330,14 +347,14 @@ class EpisodeGenerator:
             conversation=following.conversation,
         )
 
-    def _take_outcome(self, episode: Episode, answer: PartialResponse, outcome: Outcome) -> None:
+    def _take_outcome(self, episode: Episode, outcome: Outcome) -> None:
         episode.reward += outcome.reward
         if episode.turn_rewards:
             episode.turn_rewards[-1] += outcome.reward
         episode.fault = outcome.fault
         length = len(episode.tokens) + len(outcome.history) + len(outcome.tokens)
         if outcome.conversation is None:
-            episode.finish_reason = answer.finish_reason
+            episode.finish_reason = episode.answer_reason
         elif length >= self._max_tokens:
             # No room for a further answer, so nobody would read what the environment wrote.
             episode.finish_reason = FINISH_LENGTH
@@ -358,18 +375,6 @@ class EpisodeGenerator:
         if failure is not None:
             raise failure
         return result  # type: ignore[return-value]
-
-
-class _SameWeights:
-    """`WeightUpdates` of a call during which no weights arrive."""
-
-    version = 0
-
-    def next_action(self, unfinished: int) -> Literal["continue", "load", "stop"]:
-        return "continue"
-
-    def load(self) -> None:
-        raise RuntimeError("no weights arrive during this call")
 
 
 def _completions_of(episodes: Sequence[Episode], pad_id: int) -> Completions:
@@ -418,6 +423,9 @@ def play_episodes(
     """Let an environment answer what the model generates; without one, do nothing."""
     if environment is None:
         return
+    is_continuous = cfg.environment.continuous
+    if is_continuous is None:
+        is_continuous = cfg.generation != "native"
     model.generator = EpisodeGenerator(
         model.generator,
         environment,
@@ -428,4 +436,5 @@ def play_episodes(
         max_tokens=cfg.environment.max_episode_tokens,
         skip_special_tokens=cfg.model.reinforce.skip_special_tokens,
         tool_format=cfg.environment.tool_format,
+        is_continuous=is_continuous,
     )

@@ -6,12 +6,14 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers.engine_fake import install_fake, uninstalled_after
 from helpers.errors import raises_error
+from helpers.partners import Partner
 from helpers.vllm_engine import (
     NUM_SAMPLES,
     PARAMS,
@@ -28,7 +30,7 @@ from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.generation.engine import Answer, process
 from reinforce_rl.generation.engine import generator as of_engine
 from reinforce_rl.generation.engine.generator import EngineGenerator
-from reinforce_rl.generation.responses import new_responses
+from reinforce_rl.generation.responses import converse_in_rounds, new_responses
 
 pytestmark = pytest.mark.timeout(600)
 # Each of these starts vLLM once or twice more; test_vllm.py and test_vllm_weights.py have similar
@@ -282,6 +284,32 @@ class TestResumedResponses:
             "another is started with the next weights"
         )
         assert "engine_restarted" not in caplog.text
+
+    def converse(self, engine: EngineGenerator, **options: int) -> list[list[PartialResponse]]:
+        responses = [
+            replace(response, limit=13) for response in new_responses(PROMPTS, NUM_SAMPLES, 3)
+        ]
+        partner = Partner(responses, room=13, vocab_size=20, answers_cut=True, **options)
+        with engine.awake():
+            if options:
+                engine.converse(responses, PARAMS, partner)
+            else:
+                converse_in_rounds(engine, responses, PARAMS, partner)
+        return partner.answers
+
+    def test_turns_are_answered_as_in_rounds(self, engine):
+        rounds = self.converse(engine)
+        assert max(len(answers) for answers in rounds) > 2
+        assert self.converse(engine, patience=9) == rounds
+
+    def test_turns_outlive_lost_requests_and_a_restart(self, engine, monkeypatch, caplog):
+        rounds = self.converse(engine)
+        self.lose(monkeypatch, {1: 1, 6: 1})
+        assert self.converse(engine, patience=3) == rounds
+        assert "event=requests_lost" in caplog.text
+        strike(engine, monkeypatch, "advance", kill_soon)
+        assert self.converse(engine, patience=3) == rounds
+        assert "event=engine_restarted" in caplog.text
 
     @vllm_is_slow
     def test_if_all_are_lost_the_engine_is_restarted(self, engine, expected, monkeypatch, caplog):

@@ -105,3 +105,47 @@ def test_the_last_rows_fill_the_gaps():
     samples = [sequence.sample for sequence in schedule.running]
     assert samples == [4, 1, 2]
     assert schedule.advance([0, 1, 2]) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parked_sequences_keep_their_lanes(seed):
+    """Simulate the cache's lanes: each sequence finds what it wrote, whatever moved."""
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 5) for _ in range(4)]
+    schedule = Schedule(lengths, 3, 10, draw.choice([None, 40, 60]), parks=True)
+    lanes: list[int | None] = [None] * schedule.rows  # the sample whose tokens a lane holds
+    turns = dict.fromkeys(range(12), 0)
+    was_parked_at_work = False
+    for _ in range(1000):
+        schedule.admit()
+        for sample in list(schedule.parked):
+            if schedule.running and draw.random() < 0.7:
+                continue
+            if turns[sample] == 3:
+                schedule.leave(sample)
+            else:
+                sequence = schedule.parked[sample]
+                schedule.resume(sample, sequence.before + sequence.written, draw.randint(1, 4))
+        if not schedule.running and not schedule.parked and not schedule.unfinished:
+            break
+        held = {sequence.sample: sequence.lane for sequence in schedule.running}
+        moves = schedule.settle()
+        copied = [(new, lanes[old]) for new, old in moves]
+        for new, sample in copied:
+            lanes[new] = sample
+        assert len(schedule.running) + len(schedule.parked) <= schedule.rows
+        for row, sequence in enumerate(schedule.running):
+            assert sequence.lane == row
+            if held[sequence.sample] is None:
+                lanes[row] = sequence.sample
+            assert lanes[row] == sequence.sample
+        for sample, sequence in schedule.parked.items():
+            assert sequence.lane is not None
+            assert lanes[sequence.lane] == sample
+        was_parked_at_work |= bool(schedule.parked and schedule.running)
+        earlier = set(schedule.parked)
+        schedule.advance([row for row in range(len(schedule.running)) if draw.random() < 0.3])
+        for sample in schedule.parked.keys() - earlier:
+            turns[sample] += 1
+    assert not schedule.unfinished
+    assert was_parked_at_work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import ClassVar
 
 from reinforce_rl.rewards.environment import Reply, Tools
@@ -14,6 +15,12 @@ def odd_letters(answer: str, record: dict, rng: random.Random) -> Reply:
     if len(answer) % 2:
         return Reply(reward=reward)
     return Reply(f"{record.get('word', 'on')} {rng.randint(0, 9)}", reward=reward)
+
+
+def slow_odd_letters(answer: str, record: dict, rng: random.Random) -> Reply:
+    """`odd_letters` after up to 30 ms."""
+    time.sleep(random.uniform(0, 0.03))
+    return odd_letters(answer, record, rng)
 
 
 def graded_once(answer: str, record: dict, rng: random.Random) -> Reply:
@@ -70,3 +77,9 @@ class TwoTools(Tools):
 
     def __call__(self, answer: str) -> Reply:
         return Reply(reward=length_parity(answer), is_end=True)
+
+
+def slow_reply(answer: str, record: dict, rng: random.Random, median: float, spread: float) -> str:
+    """Reply after a time of a log-normal distribution, in seconds."""
+    time.sleep(rng.lognormvariate(0, spread) * median)
+    return f"{record['word']} {rng.randint(0, 99)}"

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from reinforce_rl.megatron.model import decoding
 from reinforce_rl.megatron.model.attention import causal_attention
-from reinforce_rl.megatron.model.decoding import CacheSizes, FlashCache, KVCache, varlen_attention
+from reinforce_rl.megatron.model.decoding import (
+    CacheSizes,
+    FlashCache,
+    KVCache,
+    LaneTokens,
+    varlen_attention,
+)
 
 HEADS = 6
 GROUPS = 2
@@ -66,7 +72,7 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
     for step in range(7):
         if step in events:
             order, new = events[step]
-            cache.keep(order)
+            cache.move([(new, old) for new, old in enumerate(order) if new != old])
             running = [running[i] for i in order] + [(row, 0) for row in new]
         rows = [row for row, _ in running]
         written = torch.tensor([count for _, count in running])
@@ -83,7 +89,8 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
                 )
         running = [(row, count + 1) for row, count in running if count + 1 < RESPONSE]
         if len(running) < len(rows):
-            cache.keep([i for i, count in enumerate(written.tolist()) if count + 1 < RESPONSE])
+            left = [i for i, count in enumerate(written.tolist()) if count + 1 < RESPONSE]
+            cache.move([(new, old) for new, old in enumerate(left) if new != old])
 
 
 def test_a_prompt_is_stored_once_whatever_its_samples():
@@ -217,3 +224,46 @@ def test_torchs_operator_takes_what_it_is_given():
     assert out.dtype == query.dtype
     assert log_sum.shape == (GROUPS, 12)
     assert log_sum.dtype == torch.float32
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 8])
+def test_several_tokens_of_a_row_in_one_pass(window):
+    """Rows get 3, 1 and 2 tokens, behind 0, 4 and 2 of their own, in lanes that then move."""
+    prompt_of = [0, 1, 0]
+    layers = [Layer(2, len(prompt_of), seed) for seed in (0, 1)]
+    sizes = CacheSizes(
+        range(3, 5), 2, max(LENGTHS), 4, RESPONSE, GROUPS, SIZE, torch.float64, "cpu", window
+    )
+    cache = KVCache(sizes)
+    cache.read([1, 0])
+    for number, layer in enumerate(layers, 3):
+        cache.attend(number, *(part[[0, 1]] for part in layer.of_prompts), None)
+    slot_of = {0: 1, 1: 0}
+
+    def extend(lanes: list[int], passes: list[tuple[int, int]]) -> None:
+        """Add tokens to rows; `passes` are (tokens stored, tokens to add) of each row."""
+        rows = []
+        for row, (stored, count) in enumerate(passes):
+            if count:
+                prompt = prompt_of[row]
+                rows.append(LaneTokens(lanes[row], slot_of[prompt], LENGTHS[prompt], stored, count))
+        cache.extend(rows, beside=0)
+        tokens = [
+            (row, stored + offset)
+            for row, (stored, count) in enumerate(passes)
+            for offset in range(count)
+        ]
+        of_row, at = zip(*tokens, strict=True)
+        for number, layer in enumerate(layers, 3):
+            q, k, v = (part[of_row, :, at][:, :, None] for part in layer.of_rows)
+            outputs = cache.attend(number, q, k, v, None)
+            assert outputs.shape == (len(tokens), HEADS, 1, SIZE)
+            for place, (row, count) in enumerate(tokens):
+                torch.testing.assert_close(
+                    outputs[place, :, 0], layer.expected(prompt_of[row], row, count, window)
+                )
+
+    extend([0, 3, 2], [(0, 0), (0, 4), (0, 2)])
+    extend([0, 3, 2], [(0, 3), (4, 1), (2, 2)])
+    cache.move([(0, 3), (3, 2), (1, 0)])
+    extend([1, 0, 3], [(3, 1), (5, 1), (4, 1)])

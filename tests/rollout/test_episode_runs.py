@@ -127,6 +127,12 @@ def test_rewritten_histories_are_trained_on_and_replayed(tmp_path):
     assert unlike <= {"generate", "score"}
 
 
+def test_one_continuous_turn_is_a_reward_function(tmp_path):
+    """Bit for bit, too: rows that nobody answers are decoded as without an environment."""
+    continuous = run(tmp_path / "mine", "graded_once", "environment.continuous=true")
+    assert continuous == run(tmp_path / "rounds", "graded_once")
+
+
 def test_a_run_learns_from_episodes_and_resumes(tmp_path):
     whole = run(tmp_path / "whole", "odd_letters", "trainer.reinforce.max_epochs=2")
     assert len(whole) == 5  # with the validation before the first step

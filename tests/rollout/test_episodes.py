@@ -22,8 +22,10 @@ from helpers.chat_templates import (
     TOOL_TOKENS,
     write_chat_tokenizer,
 )
+from helpers.layouts import ALL_LAYOUTS
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model
+from helpers.ranks import call_on_ranks, one_group
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.config.environment import EnvironmentConfig
@@ -34,6 +36,7 @@ from reinforce_rl.data.rendering import ChatRenderer, TemplateOptions
 from reinforce_rl.data.tokenizer import decode_all, load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates
 from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.metrics import turns_of
 from reinforce_rl.rewards.environment_pool import EnvironmentPool, Turn
 from reinforce_rl.rollout.episodes import EpisodeGenerator
@@ -82,7 +85,7 @@ def episodes_of(
     generator: Any, renderer: ChatRenderer, mesh: Any, environment: str, **settings: Any
 ) -> Iterator[EpisodeGenerator]:
     sizes = {"max_turns": 4, "max_tokens": 200, "vocab_size": 128, **settings}
-    config = EnvironmentConfig(name=f"{ENVIRONMENTS}.{environment}")
+    config = EnvironmentConfig(name=f"{ENVIRONMENTS}.{environment}", num_workers=8)
     with contextlib.closing(EnvironmentPool(config)) as pool:
         yield EpisodeGenerator(generator, pool, renderer, mesh, **sizes)
 
@@ -488,3 +491,103 @@ def test_a_row_is_what_the_engine_saw(template, end, roles, kwargs, count, tmp_p
         assert [*prompt.tokens, *row_of(completions, row)] == generator.seen[prompt.id]
     assert completions.policy_mask is not None
     assert int((~completions.policy_mask).sum()) > count
+
+
+# A mark behind the last message, or before all: a reply rewrites the answer before, or the prompt.
+REWRITING = {
+    "answers": (
+        "{% for message in messages %}{{ message['role'][0] | upper }}: {{ message['content'] }}"
+        "{% if loop.last %}*{% endif %}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}"
+    ),
+    "prompt": (
+        "{{ messages | length }}{% for message in messages %}{{ message['role'][0] | upper }}: "
+        "{{ message['content'] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("rewritten", [None, *REWRITING])
+@pytest.mark.parametrize("max_tokens", [None, 900])
+def test_continuous_episodes_are_those_of_the_rounds(max_tokens, rewritten, model, mesh):
+    """Replies take up to 30 ms, so that episodes overtake each other."""
+    lm = megatron_model(model, mesh, torch.float64)
+    tokenizer = load_tokenizer(model)
+    if rewritten is not None:
+        tokenizer.chat_template = REWRITING[rewritten]
+    renderer = ChatRenderer(tokenizer)
+    prompts = [
+        chat_prompt(renderer, number, "hi" * number, fails=number == 3) for number in range(1, 5)
+    ]
+    params = replace(PARAMS, max_length=9, stop_token_ids=tuple(range(2, 50)))
+
+    def played(environment: str, *, is_continuous: bool) -> Completions:
+        native = NativeGenerator(lm, renderer.tokenizer, max_tokens)
+        settings = {"is_continuous": is_continuous, "max_tokens": 100}
+        with episodes_of(native, renderer, mesh, environment, **settings) as episodes:
+            return episodes.generate(prompts, 3, params, seed=2)
+
+    for environment in ("slow_odd_letters", "FailsAtTheSecond"):
+        rounds = played(environment, is_continuous=False)
+        mine = played(environment, is_continuous=True)
+        assert torch.equal(mine.tokens, rounds.tokens)
+        assert torch.equal(mine.lengths, rounds.lengths)
+        assert mine.finish_reasons == rounds.finish_reasons
+        assert mine.environment_faults == rounds.environment_faults
+        assert mine.policy_mask is not None and rounds.policy_mask is not None
+        assert torch.equal(mine.policy_mask, rounds.policy_mask)
+        assert mine.history_mask is not None and rounds.history_mask is not None
+        assert torch.equal(mine.history_mask, rounds.history_mask)
+        assert bool(mine.history_mask.any()) == (rewritten is not None)
+        assert mine.log_probs is not None and rounds.log_probs is not None
+        torch.testing.assert_close(mine.log_probs, rounds.log_probs, atol=1e-6, rtol=0)
+        assert mine.environment_rewards is not None and rounds.environment_rewards is not None
+        torch.testing.assert_close(
+            mine.environment_rewards, rounds.environment_rewards, equal_nan=True, atol=0, rtol=0
+        )
+        assert turns_of(unscored_batch(prompts, mine, pad_id=0)).max() > 1
+
+
+def test_a_generator_that_cannot_converse_plays_in_rounds(renderer, mesh):
+    def played(*, is_continuous: bool) -> list[int]:
+        generator = Scripted(renderer, lambda prompt, turn: "ab")
+        settings = {"is_continuous": is_continuous}
+        with episodes_of(generator, renderer, mesh, "odd_letters", **settings) as episodes:
+            return row_of(episodes.generate([chat_prompt(renderer, 0)], 1, PARAMS, seed=1), 0)
+
+    assert played(is_continuous=True) == played(is_continuous=False)
+
+
+def play_on_layouts(folder: Path, names: tuple[str, ...]) -> list[Completions]:
+    """Play continuous episodes; their environment is on the first rank of each block."""
+    results = []
+    with one_group():
+        for name in names:
+            with ALL_LAYOUTS[name].mesh() as mesh:
+                results.append(play_slowly(folder, mesh, is_continuous=True))
+    return results
+
+
+def play_slowly(folder: Path, mesh: Mesh, *, is_continuous: bool) -> Completions:
+    lm = megatron_model(folder, mesh, torch.float64)
+    renderer = ChatRenderer(load_tokenizer(folder))
+    prompts = [chat_prompt(renderer, number, "hi" * number) for number in range(1, 4)]
+    params = replace(PARAMS, max_length=9, stop_token_ids=tuple(range(2, 50)))
+    native = NativeGenerator(lm, renderer.tokenizer)
+    settings = {"is_continuous": is_continuous, "max_tokens": 60}
+    with episodes_of(native, renderer, mesh, "slow_odd_letters", **settings) as episodes:
+        return episodes.generate(prompts, 3, params, seed=2)
+
+
+@pytest.mark.more
+def test_continuous_episodes_on_layouts(model, mesh):
+    expected = play_slowly(model, mesh, is_continuous=False)
+    assert expected.log_probs is not None
+    for of_rank in call_on_ranks(play_on_layouts, 2, model, ("TP2", "PP2", "CP2")):
+        assert len(of_rank) == 3
+        for mine in of_rank:
+            assert torch.equal(mine.tokens, expected.tokens)
+            assert mine.finish_reasons == expected.finish_reasons
+            assert torch.equal(mine.environment_rewards, expected.environment_rewards)
+            torch.testing.assert_close(mine.log_probs, expected.log_probs, atol=1e-6, rtol=0)

@@ -26,6 +26,7 @@ from reinforce_rl.data.tokenizer import decode_all, pad_id_of
 from reinforce_rl.errors import ConfigError, EngineLostError, Fault, GenerationError
 from reinforce_rl.generation.base import (
     PartialResponse,
+    Partner,
     SamplingParams,
     WeightUpdates,
     check_lengths,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 POLL_SECONDS = 0.2  # between two calls of `WeightUpdates.next_action`
+TURN_POLL_SECONDS = 0.02  # between two calls of a `Partner`
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -159,15 +161,34 @@ class EngineGenerator:
             else response
             for response in responses
         ]
-        try:
+        with self._killed_on_failure():
             self._with_one_restart(lambda: self._resume(results, params, updates))
+        return results
+
+    def converse(
+        self, responses: Sequence[PartialResponse], params: SamplingParams, partner: Partner
+    ) -> None:
+        """See `ConversingGenerator.converse`.
+
+        A turn is a request, and the engine's prefix cache may have its history. Lost requests and
+        restarts are as in `resume`.
+        """
+        self._check_lengths((len(row.prompt.tokens), row.room(params)) for row in responses)
+        turns = dict(enumerate(responses))
+        waiting = set[int]()
+        with self._killed_on_failure():
+            self._with_one_restart(lambda: self._converse(turns, waiting, params, partner))
+
+    @contextlib.contextmanager
+    def _killed_on_failure(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             if self._engine is not None:
                 # It may be paused, with requests under way.
                 self._engine.kill()
             self._is_running = False
             raise
-        return results
 
     def _resume(
         self, responses: list[PartialResponse], params: SamplingParams, updates: WeightUpdates
@@ -211,6 +232,52 @@ class EngineGenerator:
                     lost_once.add(row)
             if action == "stop":
                 return
+
+    def _converse(
+        self,
+        turns: dict[int, PartialResponse],
+        waiting: set[int],
+        params: SamplingParams,
+        partner: Partner,
+    ) -> None:
+        """Play all rows to their end.
+
+        Args:
+            turns: those without an answer, by row.
+            waiting: rows whose answers the partner has.
+        """
+
+        def cut(whole: Answer) -> Answer:
+            return self._cut_at_end_string(whole, params.end_strings)
+
+        underway = set[int]()
+        lost_once = set[int]()
+        while turns or waiting:
+            begun = {
+                row: request_of(turn, params, self._pad_id)
+                for row, turn in turns.items()
+                if row not in underway
+            }
+            underway |= begun.keys()
+            number = 0
+            arrived = dict[int, Answer]()
+            if underway:
+                advance = partial(_advance, begun, TURN_POLL_SECONDS, len(underway))
+                number, arrived = self._together(advance)
+            answers = dict[int, PartialResponse]()
+            for row, answer in arrived.items():
+                underway.discard(row)
+                if answer.fault is None:
+                    lost_once.discard(row)
+                    answers[row] = extended(turns.pop(row), answer, {number: 0}, cut)
+                elif row in lost_once:
+                    raise _lost_twice([turns[row].prompt], len(turns), answer)
+                else:
+                    lost_once.add(row)
+            waiting |= answers.keys()
+            replies = partner(answers, waits=not turns)
+            waiting -= replies.keys()
+            turns |= {row: turn for row, turn in replies.items() if turn is not None}
 
     def _take_weights_between_tokens(self, updates: WeightUpdates) -> None:
         self._together(lambda engine: engine.call("pause"))

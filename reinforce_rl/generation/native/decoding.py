@@ -29,7 +29,7 @@ from reinforce_rl.generation.native.sampling import (
     position_keys,
     token_log_probs,
 )
-from reinforce_rl.generation.native.schedule import Schedule
+from reinforce_rl.generation.native.schedule import Running, Schedule
 from reinforce_rl.megatron.model.model import CausalLM
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Responses:
         device: torch.device,
         spare: bool,
     ):
-        self._begun = begun
+        self._begun = list(begun)
         rows = len(begun) + spare
         before = [len(response.tokens) for response in begun]
         self._params = params
@@ -193,21 +193,54 @@ class Responses:
             versions = [
                 old for (old, start), (_, end) in pairwise(marks) for _ in range(end - start)
             ]
-            is_full = len(response.tokens) + length == response.max_length(self._params)
             responses.append(
-                replace(
+                self._extended(
                     response,
-                    tokens=(*response.tokens, *added.tokens[row, :length].tolist()),
-                    log_probs=(*response.log_probs, *added.log_probs[row, :length].tolist()),
-                    versions=(*response.versions, *versions),
-                    finish_reason=FINISH_STOP
-                    if stopped[row]
-                    else FINISH_LENGTH
-                    if is_full
-                    else None,
+                    added.tokens[row, :length].tolist(),
+                    added.log_probs[row, :length].tolist(),
+                    versions,
+                    is_stopped=stopped[row],
                 )
             )
         return responses
+
+    def collect_answer(self, row: int) -> PartialResponse:
+        """Return a response that has ended, in a call whose weights do not change."""
+        length = int(self._lengths[row])
+        return self._extended(
+            self._begun[row],
+            self._tokens[row, :length].tolist(),
+            self._log_probs[row, :length].tolist(),
+            [0] * length,
+            is_stopped=bool(self._stopped[row]),
+        )
+
+    def begin_again(self, row: int, response: PartialResponse) -> None:
+        """Begin another response, which is empty, in a row."""
+        self._begun[row] = response
+        self._lengths[row] = 0
+        self._stopped[row] = False
+        if self._seen is not None:
+            self._seen[row] = False
+            self._seen[row, torch.tensor(response.prompt.tokens, device=self._seen.device)] = True
+
+    def _extended(
+        self,
+        response: PartialResponse,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        versions: Sequence[int],
+        *,
+        is_stopped: bool,
+    ) -> PartialResponse:
+        is_full = len(response.tokens) + len(tokens) == response.max_length(self._params)
+        return replace(
+            response,
+            tokens=(*response.tokens, *tokens),
+            log_probs=(*response.log_probs, *log_probs),
+            versions=(*response.versions, *versions),
+            finish_reason=FINISH_STOP if is_stopped else FINISH_LENGTH if is_full else None,
+        )
 
 
 class Decoding:
@@ -224,6 +257,7 @@ class Decoding:
     """
 
     has_spare = False  # whether the responses have a scratch row
+    parks = False  # whether responses that end are parked, see `Schedule`
 
     def __init__(
         self,
@@ -257,8 +291,9 @@ class Decoding:
             response.max_length(params) - count
             for response, count in zip(begun, before, strict=True)
         ]
-        self._schedule = Schedule(lengths, samples, max(limits), max_tokens, limits)
-        self._sizes = self._schedule.slots, max(lengths), self._schedule.rows, max(limits)
+        most = self._most_tokens(begun)
+        self._schedule = Schedule(lengths, samples, most, max_tokens, limits, parks=self.parks)
+        self._sizes = self._schedule.slots, max(lengths), self._schedule.rows, most
         self._limits = torch.tensor(limits, device=self._device)
         self._is_mixed = len(set(limits)) > 1
         keys = position_keys(
@@ -277,6 +312,10 @@ class Decoding:
         self._most_rows = self._schedule.rows
         self._most_samples = max(samples)
         self._work: Workspace | None = None
+
+    def _most_tokens(self, begun: Sequence[PartialResponse]) -> int:
+        """Return the most tokens that a row may have behind what it begins with."""
+        return max(response.max_length(self._params) - len(response.tokens) for response in begun)
 
     def _is_stopped(self) -> bool:
         """Apply `updates` before the next token; return True if the call ends."""
@@ -415,12 +454,14 @@ class PlainDecoding(Decoding):
 
     def _place(self) -> None:
         running = self._schedule.running
-        self._samples, self._slots, self._lengths, self._written = torch.tensor(
+        self._cache.move(self._schedule.settle())
+        self._samples, self._slots, self._lengths, self._before, self._written = torch.tensor(
             [
                 (
                     sequence.sample,
                     sequence.slot,
-                    len(self._prompts[sequence.prompt]),
+                    self._prompt_length(sequence),
+                    sequence.before,
                     sequence.written,
                 )
                 for sequence in running
@@ -428,6 +469,10 @@ class PlainDecoding(Decoding):
             device=self._device,
         ).unbind(dim=1)
         self._cache.place([sequence.slot for sequence in running])
+
+    def _prompt_length(self, sequence: Running) -> int:
+        """Return the tokens of the prompt in its slot that the row sees."""
+        return len(self._prompts[sequence.prompt])
 
     def _draw(self) -> Tensor:
         """Draw, record and return each row's next token, int64 [R]."""
@@ -438,7 +483,6 @@ class PlainDecoding(Decoding):
             self._written = self._written + 1
             return tokens
         if order:
-            self._cache.keep(order)
             self._place()
         return tokens[order]
 
@@ -448,7 +492,7 @@ class PlainDecoding(Decoding):
             self._hidden = self._hidden[:0]
             return
         # This pass computes the keys of the last token.
-        stored = self._written - 1
+        stored = self._before + self._written - 1
         self._cache.at(self._lengths, stored, self._schedule.longest)
         hidden = self._through_stages(
             tokens[:, None], (self._lengths + stored)[:, None], self._cache

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,12 +23,14 @@ from reinforce_rl.data.batches import Completions, Prompt, join_completions
 from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.generation.base import (
     PartialResponse,
+    Partner,
     SamplingParams,
     WeightUpdates,
     check_lengths,
 )
+from reinforce_rl.generation.native.conversation import ConversingDecoding, Exchange
 from reinforce_rl.generation.native.decoding import Decoding, PlainDecoding, Responses, Watch
-from reinforce_rl.generation.responses import new_responses
+from reinforce_rl.generation.responses import converse_in_rounds, new_responses
 from reinforce_rl.megatron.model.attention import flash_takes
 from reinforce_rl.megatron.model.decoding import FlashCache
 from reinforce_rl.megatron.model.model import CausalLM
@@ -133,6 +135,31 @@ class NativeGenerator:
             results[row] = response
         return results
 
+    def converse(
+        self, responses: Sequence[PartialResponse], params: SamplingParams, partner: Partner
+    ) -> None:
+        """See `ConversingGenerator.converse`.
+
+        Rows keep their keys and values between their turns. On a GPU in bf16, where
+        `StaticDecoding` is faster, the rows are played in rounds.
+        """
+        if not responses:
+            return
+        longest = max(len(row.prompt.tokens) + row.room(params) for row in responses)
+        if self._decodes_statically(longest):
+            converse_in_rounds(self, responses, params, partner)
+            return
+        self._check((len(row.prompt.tokens), row.room(params)) for row in responses)
+        rows = self._share(range(len(responses)))
+        exchange = Exchange(partner, self._lm.mesh, len(responses), rows)
+        if not rows:
+            exchange.follow()
+            return
+        begun = [responses[row] for row in rows]
+        with self._decoding_weights() as renew:
+            call = (self._lm, self._tokenizer, self._max_tokens, begun, params, None, None, renew)
+            ConversingDecoding(*call).converse(exchange)
+
     def _share(self, items: Sequence[T]) -> Sequence[T]:
         """Return this context-parallel rank's share."""
         mesh = self._lm.mesh
@@ -143,7 +170,6 @@ class NativeGenerator:
         limit = self._lm.architecture.max_positions
         check_lengths(lengths, limit, f"the model's {limit} positions")
 
-    @torch.no_grad()
     def _decode(
         self,
         begun: Sequence[PartialResponse],
@@ -151,10 +177,32 @@ class NativeGenerator:
         watch: Watch | None,
         updates: WeightUpdates | None = None,
     ) -> Responses:
+        with self._decoding_weights() as renew:
+            call = (
+                self._lm,
+                self._tokenizer,
+                self._max_tokens,
+                begun,
+                params,
+                watch,
+                updates,
+                renew,
+            )
+            longest = max(len(response.prompt.tokens) for response in begun) + params.max_length
+            if self._decodes_statically(longest):
+                return StaticDecoding(*call, use_graphs=self._use_graphs).run()
+            return PlainDecoding(*call).run()
+
+    def _decodes_statically(self, longest: int) -> bool:
+        return self._is_static and can_decode_statically(self._lm, longest)
+
+    @contextlib.contextmanager
+    def _decoding_weights(self) -> Iterator[Callable[[], None]]:
+        """Prepare the model for decoding, without gradient; yields `Decoding`'s `renew`."""
         was_training = self._lm.training
         self._lm.eval()
         try:
-            with self._lm.whole_sequences(), contextlib.ExitStack() as lean:
+            with torch.no_grad(), self._lm.whole_sequences(), contextlib.ExitStack() as lean:
 
                 def renew() -> None:
                     lean.close()
@@ -163,20 +211,7 @@ class NativeGenerator:
                         lean.enter_context(self._lm.fast_decoding())
 
                 renew()
-                call = (
-                    self._lm,
-                    self._tokenizer,
-                    self._max_tokens,
-                    begun,
-                    params,
-                    watch,
-                    updates,
-                    renew,
-                )
-                longest = max(len(response.prompt.tokens) for response in begun) + params.max_length
-                if self._is_static and can_decode_statically(self._lm, longest):
-                    return StaticDecoding(*call, use_graphs=self._use_graphs).run()
-                return PlainDecoding(*call).run()
+                yield renew
         finally:
             self._lm.train(was_training)
 

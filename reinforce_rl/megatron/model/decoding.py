@@ -87,6 +87,28 @@ class _Cache:
         raise NotImplementedError
 
 
+class LaneTokens(NamedTuple):
+    """Tokens to be added to a row."""
+
+    lane: int
+    slot: int  # of its prompt
+    prompt_length: int
+    stored: int  # tokens of the row whose keys and values are there
+    count: int  # tokens to be added
+
+
+class _Extension(NamedTuple):
+    """A pass over s tokens at most of each of b rows; M tokens in all."""
+
+    beside: int  # tokens of other rows that precede them, one a row
+    lanes: Tensor  # [b]
+    slots: Tensor  # [b]
+    of_row: Tensor  # [M]: which of the b rows a token is of
+    offsets: Tensor  # [M]: its number among the row's new tokens
+    used: int  # tokens of the fullest lane after the pass
+    hidden: Tensor  # bool [b, 1, 1, s, L + used]
+
+
 class KVCache(_Cache):
     """Cache whose rows in use come first, so that steps copy no rows."""
 
@@ -102,6 +124,8 @@ class KVCache(_Cache):
         self._prompt_keys = keys.transpose(-1, -2).unbind()
         self._prompt_values = values.unbind()
         self._all_responses = self._responses.flatten(1, 4).unbind()
+        self._most_used = 0  # tokens of the fullest lane so far
+        self._extension: _Extension | None = None  # during a pass over several tokens a row
 
     def read(self, slots: Sequence[int]) -> None:
         """Prepare a pass over right-padded prompts that fills these slots."""
@@ -133,15 +157,61 @@ class KVCache(_Cache):
         `written`, int64 [R], are the stored tokens of each row; `used` is their maximum plus one.
         """
         self._reading = None
-        prompt_tokens = self._prompts.shape[4]
-        all_rows, groups, response_tokens = self._responses.shape[2:5]
-        of_group = torch.arange(self._rows * groups, device=self._device).view(-1, groups, 1)
-        of_kind = torch.arange(2, device=self._device) * (all_rows * groups)
-        # [R * g * 2]
-        self._write_at = ((of_group + of_kind) * response_tokens + written[:, None, None]).flatten()
+        self._extension = None
+        self._most_used = max(self._most_used, used)
+        lanes = torch.arange(self._rows, device=self._device)
+        self._write_at = self._places(lanes, written)
         keys, values = self._responses[:, :, : self._rows, :, :used].flatten(2, 3).unbind(1)
         self._own_keys = keys.transpose(-1, -2).unbind()
         self._own_values = values.unbind()
+        self._hidden = ~self._seen(prompt_lengths, written, used)[:, None, None, :]
+
+    def extend(self, rows: Sequence[LaneTokens], *, beside: int) -> None:
+        """Prepare a pass over several tokens of each of these rows, one row after another.
+
+        They follow the tokens of `beside` rows, for which `at` was called before. For the layers,
+        each token is a row of its own.
+        """
+        self._reading = None
+        numbers = torch.tensor(rows, device=self._device)
+        lanes, slots, prompt_lengths, stored, counts = numbers.unbind(dim=1)
+        of_row = torch.arange(len(rows), device=self._device).repeat_interleave(counts)
+        offsets = torch.cat([torch.arange(row.count, device=self._device) for row in rows])
+        written = stored[of_row] + offsets
+        used = max(row.stored + row.count for row in rows)
+        self._most_used = max(self._most_used, used)
+        places = self._places(lanes[of_row], written)
+        self._write_at = torch.cat((self._write_at, places)) if beside else places
+        seen = self._seen(prompt_lengths[of_row], written, used)
+        longest = max(row.count for row in rows)
+        # Padding sees all, so that no softmax is empty.
+        hidden = torch.zeros(
+            (len(rows), longest, seen.shape[1]), dtype=torch.bool, device=self._device
+        )
+        hidden[of_row, offsets] = ~seen
+        self._extension = _Extension(
+            beside, lanes, slots, of_row, offsets, used, hidden[:, None, None]
+        )
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Move lanes, (new, old) each, all at once."""
+        if moves:
+            new, old = torch.tensor(moves, device=self._device).t()
+            used = self._responses[..., : self._most_used, :]
+            used[:, :, new] = used[:, :, old]
+
+    def _places(self, lanes: Tensor, written: Tensor) -> Tensor:
+        """Return where keys and values of tokens go in a layer's memory: [R * g * 2]."""
+        all_rows, groups, response_tokens = self._responses.shape[2:5]
+        of_group = (
+            lanes[:, None, None] * groups + torch.arange(groups, device=self._device)[:, None]
+        )
+        of_kind = torch.arange(2, device=self._device) * (all_rows * groups)
+        return ((of_group + of_kind) * response_tokens + written[:, None, None]).flatten()
+
+    def _seen(self, prompt_lengths: Tensor, written: Tensor, used: int) -> Tensor:
+        """Return which of the prompt's and the row's tokens a token sees: bool [R, L + used]."""
+        prompt_tokens = self._prompts.shape[4]
         positions = torch.arange(max(prompt_tokens, used), device=self._device)[None, :]
         seen = [
             positions[:, :prompt_tokens] < prompt_lengths[:, None],
@@ -151,14 +221,7 @@ class KVCache(_Cache):
             first = written[:, None] - self._window + 1
             seen[0] = seen[0] & (positions[:, :prompt_tokens] >= first + prompt_lengths[:, None])
             seen[1] = seen[1] & (positions[:, :used] >= first)
-        self._hidden = ~torch.cat(seen, dim=1)[:, None, None, :]
-
-    def keep(self, order: Sequence[int]) -> None:
-        """Move row order[i] to row i and drop the others. Only rows that change are copied."""
-        moved = [(new, old) for new, old in enumerate(order) if new != old]
-        if moved:
-            new, old = torch.tensor(moved, device=self._device).t()
-            self._responses[:, :, new] = self._responses[:, :, old]
+        return torch.cat(seen, dim=1)
 
     def _store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         for stored, new in zip(self._prompts[layer], (key, value), strict=True):
@@ -167,6 +230,16 @@ class KVCache(_Cache):
     def step(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
         at = layer - self._sizes.layers.start
         self._all_responses[at].index_copy_(0, self._write_at, new.reshape(-1, new.shape[-1]))
+        extension = self._extension
+        if extension is None:
+            return self._attend_of_rows(at, queries)
+        of_extension = self._attend_of_extension(at, extension, queries[extension.beside :])
+        if not extension.beside:
+            return of_extension
+        of_rows = self._attend_of_rows(at, queries[: extension.beside])
+        return torch.cat((of_rows, of_extension))
+
+    def _attend_of_rows(self, at: int, queries: Tensor) -> Tensor:
         of_prompts = self._to_rows(_product(self._to_cells(queries), self._prompt_keys[at]))
         of_responses = _product(queries.flatten(0, 1), self._own_keys[at]).view(
             *queries.shape[:3], -1
@@ -174,7 +247,7 @@ class KVCache(_Cache):
         scores = torch.cat((of_prompts, of_responses), dim=-1).masked_fill_(
             self._hidden, float("-inf")
         )
-        weights = scores.softmax(dim=-1).to(new.dtype)
+        weights = scores.softmax(dim=-1).to(queries.dtype)
         of_prompts, of_responses = weights.split(
             (of_prompts.shape[-1], of_responses.shape[-1]), dim=-1
         )
@@ -182,6 +255,22 @@ class KVCache(_Cache):
         return out.add_(
             self._to_rows(torch.bmm(self._to_cells(of_prompts), self._prompt_values[at]))
         )
+
+    def _attend_of_extension(self, at: int, extension: _Extension, queries: Tensor) -> Tensor:
+        _, lanes, slots, of_row, offsets, used, hidden = extension
+        # [2, b, g, L + used, d]
+        stored = torch.cat(
+            (self._prompts[at][:, slots], self._responses[at][:, lanes, :, :used]), dim=3
+        )
+        keys, values = stored.flatten(1, 2)
+        padded = queries.new_zeros((len(lanes), hidden.shape[3], *queries.shape[1:]))
+        padded[of_row, offsets] = queries
+        padded = padded.permute(0, 2, 3, 1, 4)  # [b, g, n, s, d]
+        scores = _product(padded.flatten(0, 1).flatten(1, 2), keys.transpose(-1, -2))
+        scores = scores.view(*padded.shape[:4], -1).masked_fill_(hidden, float("-inf"))
+        weights = scores.softmax(dim=-1).to(values.dtype).flatten(0, 1).flatten(1, 2)
+        out = torch.bmm(weights, values).view(padded.shape).permute(0, 3, 1, 2, 4)
+        return out[of_row, offsets]
 
     def _to_cells(self, values: Tensor) -> Tensor:
         """Map [R, g, h / g, x] to [P * g, W * h / g, x], with the rows of a prompt side by side."""
