@@ -173,10 +173,14 @@ def build_generator(
         generator = generator_class(cfg, lm, tokenizer)
         needs_resume = cfg.rollout_order == "finished" or cfg.has_environment
         if needs_resume and not hasattr(generator, "resume"):
-            setting = "environment.name is set" if cfg.has_environment else "rollout_order=finished"
+            setting = "rollout_order=finished"
+            instead = "rollout_order=prompts"
+            if cfg.has_environment:
+                setting = "an environment"
+                instead = "no environment.name"
             sentence = (
                 f"{cfg.generation} has no method resume, which {setting} needs; expected one "
-                "(reinforce_rl/generation/base.py)"
+                f"(reinforce_rl/generation/base.py), or {instead}"
             )
             raise ConfigError([Fault(sentence, key="generation.class.no_resume")])
         return generator
