@@ -135,8 +135,8 @@ class EpisodeGenerator:
         generator: draws the answers.
         environment: started on model-parallel rank 0, which alone asks it.
         vocab_size: of the model.
-        is_continuous: an episode goes on as soon as the environment has replied, if the generator
-            can converse; otherwise the episodes are played in rounds.
+        is_continuous: an episode goes on as soon as the environment has replied. Otherwise all
+            wait for the slowest, so that no number depends on the times of the replies.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class EpisodeGenerator:
         responses = [episode.next_answer(self._max_tokens) for episode in episodes]
         partner = partial(self._exchange, episodes, params.stop_token_ids)
         try:
-            if self._is_continuous and isinstance(self._generator, ConversingGenerator):
+            if isinstance(self._generator, ConversingGenerator):
                 self._generator.converse(responses, params, partner)
             else:
                 converse_in_rounds(self._generator, responses, params, partner)
@@ -258,9 +258,7 @@ class EpisodeGenerator:
 
         def ask_and_listen() -> list[tuple[int, Outcome]]:
             self._ask(asked, stop_token_ids)
-            turns = self._environment.replies(0)
-            while waits and not turns and not changed and self._environment.under_way:
-                turns = self._environment.replies(_POLL_SECONDS)
+            turns = self._replies(waits=waits, has_others=bool(changed))
             return [
                 (turn.episode - first, self._outcome(episodes[turn.episode - first], turn))
                 for turn in turns
@@ -278,6 +276,24 @@ class EpisodeGenerator:
                 self._environment.end(episode.number)
                 replies[row] = None
         return replies
+
+    def _replies(self, *, waits: bool, has_others: bool) -> list[Turn]:
+        """Return the environment's replies that are there; in rounds all, or none before the end.
+
+        Args:
+            waits: until there is one, unless other rows go on already (`has_others`).
+        """
+        environment = self._environment
+        if not self._is_continuous:
+            turns: list[Turn] = []
+            while waits and environment.under_way:
+                turns += environment.replies(_POLL_SECONDS)
+            # in an order that does not depend on the times of the replies
+            return sorted(turns, key=lambda turn: turn.episode)
+        turns = environment.replies(0)
+        while waits and not turns and not has_others and environment.under_way:
+            turns = environment.replies(_POLL_SECONDS)
+        return turns
 
     def _ask(
         self, asked: Sequence[tuple[Episode, PartialResponse]], stop_token_ids: Sequence[int]

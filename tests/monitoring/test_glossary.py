@@ -88,9 +88,10 @@ def test_every_metric_is_documented(written):
 
 
 def test_no_entry_is_dead(written):
-    # See tests/rollout/test_disaggregated.py and test_finished_first.py,
+    # See tests/rollout/test_disaggregated.py, test_finished_first.py and test_episode_runs.py,
     # tests/monitoring/test_alerts.py.
     apart = {
+        *(f"{kind}/turns" for kind in ("train", "val", "test")),
         "train/unscored_length_auc",
         "train/staleness",
         "timers/send_weights",

@@ -137,6 +137,7 @@ def test_a_run_learns_from_episodes_and_resumes(tmp_path):
     whole = run(tmp_path / "whole", "odd_letters", "trainer.reinforce.max_epochs=2")
     assert len(whole) == 5  # with the validation before the first step
     assert max(line.get("train/turns", 0) for line in whole) > 1
+    assert max(line.get("val/turns", 0) for line in whole) > 1
     steps = ("trainer.reinforce.max_epochs=2", "trainer.reinforce.save_interval=1")
     run(tmp_path / "cut", "odd_letters", *steps, "trainer.reinforce.max_steps=2")
     resumed = run(tmp_path / "cut", "odd_letters", *steps)
