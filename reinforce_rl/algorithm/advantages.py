@@ -285,7 +285,8 @@ def turn_credit(groups: RewardGroups, turn_rewards: Tensor, mask: Tensor) -> Ten
     credit = turn_rewards.new_zeros(turn_rewards.shape)
     for turn in range(int(starts.sum(-1).max()) if len(mask) else 0):
         is_turn = mask & (turn_of == turn)
-        earlier = turn_rewards.where(mask & (turn_of < turn), 0.0).sum(-1)
+        # `turn_of` is also of the environment's tokens, which follow their turn.
+        earlier = turn_rewards.where(turn_of < turn, 0.0).sum(-1)
         has_turn = is_turn.any(-1) & groups.valid
         returns = (groups.rewards - earlier).where(has_turn, 0.0)
         values = leave_one_out(replace(groups, rewards=returns)).values

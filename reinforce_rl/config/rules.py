@@ -418,6 +418,14 @@ def _environment(cfg: TrainConfig) -> Iterator[Fault]:
             "an episode must have room for one answer",
             key="config.max_episode_tokens.below_max_length",
         )
+    # A rank that waits longer without progress is taken for one that hangs.
+    if environment.turn_timeout_seconds >= cfg.trainer.collective_timeout_seconds / 2:
+        yield settings_fault(
+            cfg,
+            ("environment.turn_timeout_seconds", "trainer.collective_timeout_seconds"),
+            "a reply may take less than half of the time after which ranks are taken for hanging",
+            key="config.turn_timeout_seconds.above_collective_timeout",
+        )
     if cfg.rollout_order == "finished":
         yield settings_fault(
             cfg,

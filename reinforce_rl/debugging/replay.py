@@ -55,7 +55,7 @@ from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
 from reinforce_rl.policy.build import configured_mesh
 from reinforce_rl.rewards.overrides import reward_overrides
-from reinforce_rl.rewards.sources import EnvironmentRewards, EpisodeRewards
+from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.rollout.episodes import play_episodes, started_environment
 from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.rollout.prompts import build_datasets, build_sampler
@@ -251,7 +251,12 @@ class _Replayer:
         self._cfg = cfg
         self._mesh = mesh
         self._tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
-        datasets = build_datasets(cfg, self._tokenizer, splits=["train"])
+        datasets = build_datasets(
+            cfg,
+            self._tokenizer,
+            splits=["train"],
+            loads_environment=scores is not None,
+        )
         self._data = datasets.train
         self._start = 0
         if checkpoint is not None:
@@ -275,15 +280,15 @@ class _Replayer:
         )
         stack.enter_context(contextlib.closing(self._trainer.model.generator))
         self._plays_episodes = asked.has_environment and scores is not None
-        environment_rewards = None
+        source = None
         if self._plays_episodes:
             environment = stack.enter_context(started_environment(cfg, mesh))
             play_episodes(self._trainer.model, environment, cfg)
-            environment_rewards = EpisodeRewards(EnvironmentRewards())
+            if self._scores_episodes:
+                source = connect_to_reward_servers(asked, mesh, self._tokenizer, monitor)
+                stack.enter_context(contextlib.closing(source))
         # Log-probs of older weights are not the trainer's own.
-        context = replace(
-            self._trainer.rollout_context, staleness=asked.staleness, rm=environment_rewards
-        )
+        context = replace(self._trainer.rollout_context, staleness=asked.staleness, rm=source)
         self._trainer.rollout_context = context
         self._rollouts = LocalRollouts(context)
         self._scorer = RolloutScorer(context)

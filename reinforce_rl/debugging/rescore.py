@@ -19,6 +19,7 @@ from reinforce_rl.errors import ReinforceError
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.policy.build import stop_token_ids
+from reinforce_rl.rewards.environment import ENVIRONMENT_FAILED
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.rollout.prompts import build_datasets
 from reinforce_rl.rollout.scoring import faults_of, request_about, scores_of
@@ -36,6 +37,8 @@ class Rescorer:
         model = cfg.pretrained_checkpoint.restore_from_path
         self._tokenizer = load_tokenizer(model)
         self._stop_ids = stop_token_ids(model, self._tokenizer)
+        self._has_environment = cfg.has_environment
+        self._takes_environment_rewards = cfg.takes_environment_rewards
         self._skips = cfg.model.reinforce.skip_special_tokens
         self._size = (
             cfg.model.reinforce.rollout_micro_batch_size
@@ -101,6 +104,8 @@ class Rescorer:
                 part.response_lengths,
                 part.finish_reasons,
                 history_mask=part.history_mask,
+                environment_rewards=self._environment_rewards(part),
+                environment_faults=self._environment_faults(part),
             )
             request = request_about(
                 prompts,
@@ -110,6 +115,21 @@ class Rescorer:
                 skip_special_tokens=self._skips,
             )
             yield self._source.infer_rm(request), len(rows)
+
+    def _environment_rewards(self, batch: RolloutBatch) -> torch.Tensor | None:
+        """Return what the environment gave, as it was recorded; None if it was no term."""
+        if not self._takes_environment_rewards:
+            return None
+        return batch.source_rewards.get("environment", batch.rewards)
+
+    def _environment_faults(self, batch: RolloutBatch) -> tuple[str | None, ...]:
+        """Return why environments failed, as it was recorded with the scores."""
+        if not self._has_environment:
+            return ()
+        return tuple(
+            fault if fault is not None and fault.startswith(ENVIRONMENT_FAILED) else None
+            for fault in batch.score_faults
+        )
 
     def _prompt(self, stored: StoredStep, row: int, tokens: list[int]) -> Prompt:
         sample = stored.rows[row]

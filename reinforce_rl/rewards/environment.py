@@ -30,6 +30,7 @@ from typing import Any, ClassVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 Message = Mapping[str, Any]
+ENVIRONMENT_FAILED = "the environment failed: "  # begins the fault of an episode
 # Roles of messages that an environment may write.
 ROLES = ("user", "tool", "system")
 
@@ -217,7 +218,7 @@ def normalized(reply: object) -> dict[str, Any]:
     reward = float(reply.reward)
     if not math.isfinite(reward):
         raise ValueError(f"returned a reward of {reward}; expected a finite number")
-    is_end = reply.is_end or not messages
+    is_end = bool(reply.is_end) or not messages
     return {"messages": [dict(message) for message in messages], "reward": reward, "is_end": is_end}
 
 
@@ -234,3 +235,9 @@ def _check_message(message: object) -> None:
     if not isinstance(message.get("content"), str):
         kind = type(message.get("content")).__name__
         raise TypeError(f"returned a message whose content is a {kind}; expected a text")
+    try:
+        message["content"].encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            "returned a message that is not valid Unicode: it has half of a surrogate pair"
+        ) from error

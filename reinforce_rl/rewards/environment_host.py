@@ -15,7 +15,6 @@ each answer {"episode", "messages", "reward", "is_end", "fault", "text"}.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import inspect
 import json
@@ -57,7 +56,6 @@ from reinforce_rl.utils.process import (
 )
 from reinforce_rl.utils.user_class import OR_A_CLASS, import_user_class
 
-ANSWER_BYTES = 1 << 20  # maximum of an answer, as JSON
 REPLY_BYTES = 1 << 18  # maximum of a reply, as JSON
 _CHUNK = 1 << 16
 _TOOLS_FILE = inspect.getfile(Tools)
@@ -127,6 +125,7 @@ class _Episode:
     answers_fd: int  # to its process
     replies_fd: int  # from its process
     secret: bytes  # precedes its replies; a program that it starts does not know it
+    unsent: bytes = b""  # of an answer; the pipe may take a few KiB at a time
     deadline: float = math.inf  # in time.monotonic, of the reply that is waited for
     reply: bytearray = field(default_factory=bytearray)
 
@@ -138,6 +137,7 @@ class _Host:
         self._environment = environment
         self._connection = connection
         self._episodes: dict[int, _Episode] = {}
+        self._not_begun: dict[int, str] = {}  # why, of episodes without a process
 
     def run(self) -> None:
         """Play episodes until the owner's end of the connection is closed."""
@@ -145,13 +145,16 @@ class _Host:
         while True:
             waited_for = [e for e in self._episodes.values() if e.deadline < math.inf]
             of_fd = {episode.replies_fd: episode for episode in waited_for}
+            unsent = {episode.answers_fd: episode for episode in waited_for if episode.unsent}
             first = min((episode.deadline for episode in waited_for), default=math.inf)
-            ready = wait_for_events(owner, of_fd, first)
+            ready = wait_for_events(owner, of_fd, first, written=unsent)
             event = ready.pop(owner, 0)
             if event & ~POLLIN:
                 break
             # Before the owner's message, which may end an episode and close its descriptors.
-            for fd in ready:
+            for fd in ready.keys() & unsent.keys():
+                _send_answer(unsent[fd])
+            for fd in ready.keys() & of_fd.keys():
                 self._read(of_fd[fd])
             if event:
                 message = receive(self._connection)
@@ -172,7 +175,8 @@ class _Host:
         episode = self._episodes.get(number)
         if episode is None:
             if "answer" in message:
-                fault = "its process had ended before the answer"
+                ended = "its process had ended before the answer"
+                fault = self._not_begun.pop(number, ended)
                 send(self._connection, {"episode": number, "fault": fault, "text": ""})
             return
         if "answer" not in message:
@@ -180,22 +184,22 @@ class _Host:
             return
         episode.deadline = time.monotonic() + message["seconds"]
         read = {key: message[key] for key in ("answer", "calls", "faults")}
-        line = json.dumps(read).encode() + b"\n"
-        try:
-            is_written = os.write(episode.answers_fd, line) == len(line)
-        except BrokenPipeError:  # its end is read from the other pipe
-            return
-        except BlockingIOError:
-            is_written = False
-        if not is_written:
-            self._fail(episode, f"did not take an answer of {len(line)} bytes")
+        episode.unsent = json.dumps(read).encode() + b"\n"
+        _send_answer(episode)
 
     def _begin(self, number: int, begin: dict[str, Any]) -> None:
+        """Fork for an episode. Without a process, each of its answers fails."""
         parent = os.getpid()
         secret = secrets.token_hex(16).encode()
-        answers_end, answers_fd = os.pipe()
-        replies_fd, replies_end = os.pipe()
-        pid = os.fork()
+        with contextlib.ExitStack() as on_failure:
+            try:
+                answers_end, answers_fd = _pipe(on_failure)
+                replies_fd, replies_end = _pipe(on_failure)
+                pid = os.fork()
+            except OSError as error:  # too many open files or processes
+                self._not_begun[number] = f"no process could be started: {error}"
+                return
+            on_failure.pop_all()
         if pid == 0:
             try:
                 others = [e.answers_fd for e in self._episodes.values()]
@@ -208,9 +212,7 @@ class _Host:
                 os._exit(1)
         os.close(answers_end)
         os.close(replies_end)
-        # It holds an answer; a process that does not read must not stop the others.
-        fcntl.fcntl(answers_fd, fcntl.F_SETPIPE_SZ, ANSWER_BYTES)
-        os.set_blocking(answers_fd, False)
+        os.set_blocking(answers_fd, False)  # a process that does not read must not stop the others
         self._episodes[number] = _Episode(number, pid, answers_fd, replies_fd, secret)
 
     def _read(self, episode: _Episode) -> None:
@@ -252,6 +254,23 @@ class _Host:
         os.close(episode.answers_fd)
         os.close(episode.replies_fd)
         reap_others({other.pid for other in self._episodes.values()})
+
+
+def _pipe(on_failure: contextlib.ExitStack) -> tuple[int, int]:
+    ends = os.pipe()
+    for end in ends:
+        on_failure.callback(os.close, end)
+    return ends
+
+
+def _send_answer(episode: _Episode) -> None:
+    """Write what the pipe takes of an answer."""
+    try:
+        episode.unsent = episode.unsent[os.write(episode.answers_fd, episode.unsent) :]
+    except BrokenPipeError:  # its end is read from the other pipe
+        episode.unsent = b""
+    except BlockingIOError:
+        pass
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -300,9 +319,12 @@ class _Player:
             fault = f"{type(error).__name__}{place_of(error, _TOOLS_FILE)}"
             return {"fault": fault, "text": str(error)[:MESSAGE_LETTERS]}
         try:
-            return {**normalized(returned), "fault": "", "text": ""}
+            reply = {**normalized(returned), "fault": "", "text": ""}
+            json.dumps(reply)
+            return reply
         except (TypeError, ValueError) as error:
-            return {"fault": f"{error}{self._environment.definition}", "text": ""}
+            fault = f"{str(error)[:MESSAGE_LETTERS]}{self._environment.definition}"
+            return {"fault": fault, "text": ""}
 
 
 def _allow_descriptors() -> None:

@@ -116,7 +116,13 @@ class EnvironmentPool:
             prompt_key: of the random numbers of its start, equal for all samples of a prompt.
             sample_key: of the later ones.
         """
-        self.start()
+        try:
+            self.start()
+        except (ConfigError, OSError) as error:  # it had started before
+            raise EnvironmentProcessError(
+                f"the environment could not be started again: {error}",
+                key="environment.process.not_restarted",
+            ) from error
         assert self._host is not None
         keys = {"prompt_key": prompt_key, "sample_key": sample_key}
         self._host.send({"episode": episode, "begin": {"record": dict(record), **keys}})
@@ -148,6 +154,9 @@ class EnvironmentPool:
         if episode in self._episodes and self._host is not None:
             self._host.send({"episode": episode})
         self._episodes.discard(episode)
+        self._deadlines.pop(episode, None)
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != episode)
+        self._send_waiting()
 
     @property
     def under_way(self) -> int:

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Set
 from pathlib import Path
-from select import POLLIN, POLLRDHUP, poll
+from select import POLLIN, POLLOUT, POLLRDHUP, poll
 from typing import Any
 
 MEBIBYTE = 1 << 20
@@ -26,12 +26,18 @@ _MAX_WAIT_SECONDS = 3600.0  # poll(2) takes no more than 24 days
 
 
 def wait_for_events(
-    owner: int, forks: Iterable[int], deadline: float, *, reads_owner: bool = True
+    owner: int,
+    forks: Iterable[int],
+    deadline: float,
+    *,
+    written: Iterable[int] = (),
+    reads_owner: bool = True,
 ) -> dict[int, int]:
     """Wait for the owner or a fork; return the events of poll(2) by descriptor.
 
     Args:
         forks: descriptors that forks write to.
+        written: descriptors that forks read from, which are waited for until they have room.
         deadline: in time.monotonic.
         reads_owner: also return when the owner has sent something; its end is always returned.
     """
@@ -39,6 +45,8 @@ def wait_for_events(
     poller.register(owner, POLLRDHUP | (POLLIN if reads_owner else 0))
     for descriptor in forks:
         poller.register(descriptor, POLLIN)
+    for descriptor in written:
+        poller.register(descriptor, POLLOUT)
     seconds = min(_MAX_WAIT_SECONDS, max(0.0, deadline - time.monotonic()))
     return dict(poller.poll(math.ceil(1000 * seconds)))
 

@@ -40,6 +40,7 @@ from reinforce_rl.generation.base import (
 )
 from reinforce_rl.generation.native.sampling import sample_seeds
 from reinforce_rl.generation.responses import converse_in_rounds, new_responses
+from reinforce_rl.rewards.environment import ENVIRONMENT_FAILED
 from reinforce_rl.rewards.environment_pool import EnvironmentPool, Turn
 
 if TYPE_CHECKING:
@@ -339,7 +340,7 @@ class EpisodeGenerator:
         """Return what a reply to the last answer means."""
         if turn.fault:
             quoted = f": {' '.join(turn.text.split())}" if turn.text else ""
-            return Outcome(fault=f"the environment failed: {turn.fault}{quoted}")
+            return Outcome(fault=f"{ENVIRONMENT_FAILED}{turn.fault}{quoted}")
         is_last = episode.answer_reason != FINISH_STOP or episode.turns == self._max_turns
         if turn.is_end or is_last:
             return Outcome(turn.reward)
@@ -355,7 +356,7 @@ class EpisodeGenerator:
                 parsed=answered.parsed,
             )
         except DataError as error:
-            return Outcome(fault=f"the environment's messages cannot be used: {error}")
+            return Outcome(fault=f"{ENVIRONMENT_FAILED}its messages cannot be used: {error}")
         return Outcome(
             turn.reward,
             tokens=tuple(following.tokens),
@@ -402,11 +403,14 @@ def _completions_of(episodes: Sequence[Episode], pad_id: int) -> Completions:
             return torch.zeros((0, 0), dtype=dtype)
         return pad_sequence(tensors, batch_first=True, padding_value=value)
 
+    log_probs = None  # of a generator that reports none
+    if all(len(episode.log_probs) == len(episode.tokens) for episode in episodes):
+        log_probs = padded((episode.log_probs for episode in episodes), torch.float32, 0.0)
     return Completions(
         tokens=padded((episode.tokens for episode in episodes), torch.long, pad_id),
         lengths=torch.tensor([len(episode.tokens) for episode in episodes], dtype=torch.long),
         finish_reasons=tuple(episode.finish_reason or FINISH_LENGTH for episode in episodes),
-        log_probs=padded((episode.log_probs for episode in episodes), torch.float32, 0.0),
+        log_probs=log_probs,
         policy_mask=padded((episode.is_policy for episode in episodes), torch.bool, False),
         history_mask=padded((episode.is_history for episode in episodes), torch.bool, False),
         turn_rewards=padded((episode.turn_rewards for episode in episodes), torch.float32, 0.0),

@@ -25,8 +25,20 @@ if TYPE_CHECKING:
 
 
 def build_datasets(
-    cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, splits: Sequence[str] = SPLITS
+    cfg: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    splits: Sequence[str] = SPLITS,
+    loads_environment: bool = True,
 ) -> RLHFDatasets:
+    """Read the prompts.
+
+    Args:
+        loads_environment: import the environment, which may have tools for the prompts. False where
+            it is code that nobody has trusted; the prompts then lack its tools.
+
+    Raises the errors of `build_train_valid_test_rlhf_datasets`.
+    """
     data = cfg.model.data
     prefixes = {key: value for key, value in vars(data.data_prefix).items() if value is not None}
     datasets = build_train_valid_test_rlhf_datasets(
@@ -40,7 +52,7 @@ def build_datasets(
         columns=Columns(data.fields.columns),
         system_prompt=data.system_prompt,
         template=data.template_options("model.data."),
-        tools=_environment_tools(cfg, tokenizer),
+        tools=_environment_tools(cfg, tokenizer) if loads_environment else (),
     )
     if cfg.has_environment:
         _check_conversations(datasets)

@@ -55,7 +55,7 @@ MEANING = re.compile(
     r"|max_staleness$|rollout_order$|inflight_updates$"
     r"|reward$|reward_function\.(name|kwargs|weight|more_functions)$"
     r"|remote_rm\.(reward_model\.weight|more_reward_models)$"
-    r"|environment\.(name|kwargs|max_turns|max_episode_tokens)$"
+    r"|environment\.(name|kwargs|max_turns|max_episode_tokens|tool_format)$"
 )
 LENGTH = re.compile(r"trainer\.reinforce\.max_(steps|epochs)$")
 # Keys that may differ at every start and do not affect results.

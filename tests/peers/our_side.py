@@ -66,7 +66,7 @@ class GivenLogProbs:
         self.mesh = OneRank()
         self.lora = None
         self.settings = config.model.model_copy(update={"seed": 0})
-        self.sampling = SimpleNamespace(max_length=config.model.reinforce.length_params.max_length)
+        self.max_response_tokens = config.max_response_tokens
         self.generator = SimpleNamespace(refit=lambda: None)
         self._loss = loss_settings(config.trainer.reinforce)
         self._batch = batch

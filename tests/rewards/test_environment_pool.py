@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.errors import check_fault
 
 from reinforce_rl.config.environment import EnvironmentConfig
 from reinforce_rl.errors import ConfigError, EnvironmentProcessError
+from reinforce_rl.rewards import environment_host
 from reinforce_rl.rewards.environment import Reply, normalized
+from reinforce_rl.rewards.environment_host import Environment, _Host
 from reinforce_rl.rewards.environment_pool import EnvironmentPool, Turn
 
 KEYS = {"prompt_key": 5, "sample_key": 6}
@@ -98,6 +101,70 @@ def text_of(turn: Turn) -> str:
     assert not turn.fault, turn
     (message,) = turn.messages
     return message["content"]
+
+
+def numpy_end(answer: str, record: dict, rng: random.Random) -> Any:
+    if answer == "end":
+        return Reply(reward=1.0, is_end=np.True_)  # type: ignore[arg-type]
+    if answer == "surrogate":
+        return "half of a pair: \ud83d"
+    return {"role": "user", "content": "fine", "count": np.int64(3)}
+
+
+def test_values_that_are_no_json():
+    with playing(numpy_end) as pool:
+        for episode in (1, 2, 3):
+            pool.begin(episode, {}, **KEYS)
+        assert reply_to(pool, 1, "end").is_end
+        assert "surrogate pair" in reply_to(pool, 2, "surrogate").fault
+        assert "int64" in reply_to(pool, 3, "count").fault
+
+
+def test_an_answer_that_no_pipe_holds():
+    """It is written as the process reads it, beside others."""
+    with playing(calculator, num_workers=2) as pool:
+        pool.begin(1, {"factor": 2}, **KEYS)
+        pool.begin(2, {"factor": 3}, **KEYS)
+        pool.answer(1, " " * 3_000_000 + "4")
+        pool.answer(2, "5")
+        turns = []
+        while pool.under_way:
+            turns += pool.replies(30)
+    assert {turn.episode: text_of(turn) for turn in turns} == {1: "8", 2: "15"}
+
+
+def test_an_episode_that_is_ended_is_not_waited_for():
+    with playing(misbehaving, num_workers=1) as pool:
+        for episode in (1, 2, 3):
+            pool.begin(episode, {}, **KEYS)
+            pool.answer(episode, "sleep" if episode < 3 else "process")
+        pool.end(1)
+        pool.end(2)
+        assert pool.under_way == 1
+        (turn,) = pool.replies(30)
+        assert turn.episode == 3
+        assert int(text_of(turn)) > 0
+
+
+def test_an_episode_without_a_process_fails_alone(monkeypatch):
+    """As where the user's processes or open files are used up."""
+    host = _Host(Environment(lambda record, rng: str, "", None, None), None)  # type: ignore[arg-type]
+    monkeypatch.setattr(os, "fork", raising(OSError(11, "Resource temporarily unavailable")))
+    before = set(os.listdir("/proc/self/fd"))
+    host._begin(4, {})
+    assert set(os.listdir("/proc/self/fd")) == before
+    sent: list[dict] = []
+    monkeypatch.setattr(environment_host, "send", lambda connection, message: sent.append(message))
+    host._take({"episode": 4, "answer": "a", "calls": [], "faults": {}, "seconds": 1})
+    (message,) = sent
+    assert message["fault"].startswith("no process could be started")
+
+
+def raising(error: Exception) -> Any:
+    def function(*args: Any) -> None:
+        raise error
+
+    return function
 
 
 @pytest.mark.more

@@ -32,6 +32,7 @@ from reinforce_rl.debugging.replay import replay
 from reinforce_rl.errors import ConfigError, DataError, key_of
 from reinforce_rl.monitoring.records import read_rows, read_tokens, rollout_files
 from reinforce_rl.preflight.run import examine
+from reinforce_rl.rewards.environment_pool import EnvironmentPool
 from reinforce_rl.rollout.prompts import build_datasets
 from reinforce_rl.trainer.run import train
 from reinforce_rl.utils.files import write_json_lines
@@ -210,15 +211,22 @@ def test_an_asynchronous_run_survives_kills(processes, tmp_path):
 
 
 @pytest.mark.more
-def test_a_replay_plays_the_episodes_again(tmp_path):
+@pytest.mark.parametrize("more_rewards", [False, True])
+def test_a_replay_plays_the_episodes_again(more_rewards, tmp_path, monkeypatch):
     overrides = overrides_of(tmp_path, "odd_letters", "exp_manager.record=full")
+    if more_rewards:
+        name = f"{ENVIRONMENTS}.parity_reward"
+        overrides.append(f"+reward_function.more_functions.parity.name={name}")
     train(load_config(compose(*overrides)))
     trusted = {phase.name: phase for phase in replay(tmp_path / "run", trust=True).phases}
     assert {name: phase.verdict for name, phase in trusted.items()} == dict.fromkeys(
         trusted, "same"
     )
     assert {"generate", "score", "update"} <= trusted.keys()
+    started = []
+    monkeypatch.setattr(EnvironmentPool, "start", lambda pool: started.append(pool))
     stored = {phase.name: phase.verdict for phase in replay(tmp_path / "run").phases}
+    assert not started, "nobody has trusted the environment of the folder"
     assert (stored.pop("generate"), stored.pop("score")) == ("not replayed", "not replayed")
     assert set(stored.values()) == {"same"}
 
@@ -338,6 +346,10 @@ def test_failed_episodes_are_counted_and_do_not_train(tmp_path):
         (
             "model.data.sanitize_control_tokens=true",
             "config.environment.conflicts_with_sanitize_control_tokens",
+        ),
+        (
+            "environment.turn_timeout_seconds=900",
+            "config.turn_timeout_seconds.above_collective_timeout",
         ),
         ("rollout_order=finished", "config.environment.conflicts_with_rollout_order"),
     ],
