@@ -148,7 +148,8 @@ def test_an_episode_that_is_ended_is_not_waited_for():
 
 def test_an_episode_without_a_process_fails_alone(monkeypatch):
     """As where the user's processes or open files are used up."""
-    host = _Host(Environment(lambda record, rng: str, "", None, None), None)  # type: ignore[arg-type]
+    environment = Environment(lambda record, rng: str, "", None, None)
+    host = _Host(environment, None)  # type: ignore[arg-type]
     monkeypatch.setattr(os, "fork", raising(OSError(11, "Resource temporarily unavailable")))
     before = set(os.listdir("/proc/self/fd"))
     host._begin(4, {})
