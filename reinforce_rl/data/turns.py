@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reinforce_rl.data import jsonl
 from reinforce_rl.data.conversation import Conversation
 from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import decode_all
@@ -106,7 +107,7 @@ def _next_turn(
         has_same_history = before.startswith(_without_opened_thought(prompt))
     else:
         has_same_history = _is_opened(prompt, before)
-    tokens = renderer.encode(between)
+    tokens = renderer.encode(jsonl.check_text(between, "the text between two answers"))
     # Most templates end a turn with the token that ends an answer. Tokenised together, the text
     # behind it gets no space that a SentencePiece tokenizer puts before a text.
     if stop_id is not None and tokens[:1] == [stop_id]:
@@ -115,6 +116,7 @@ def _next_turn(
     keeps_thought = not thought or thought in renderer.prompt_text(following)
     if has_same_history and keeps_thought:
         return NextTurn(following, tokens, [])
+    jsonl.check_text(renderer.prompt_text(following), "the conversation")
     prompt = renderer.prompt(following)
     size = _common_end(prompt, tokens)
     return NextTurn(following, prompt[len(prompt) - size :], prompt[: len(prompt) - size])

@@ -103,6 +103,14 @@ def test_a_system_message_that_moves_begins_a_new_row(tmp_path):
     assert not turn.continues
 
 
+def test_half_a_surrogate_pair_is_refused(tmp_path):
+    """A tokenizer would raise a TypeError, which would end the run."""
+    renderer = renderer_of(tmp_path, LLAMA3)
+    reply = {"role": "tool", "content": "half: \ud83d"}
+    with raises_error("data.text.half_a_character"):
+        next_turn(renderer, Conversation((QUESTION,)), "it is 4", [reply], stop_id=None)
+
+
 def test_a_template_without_answers_is_refused(tmp_path):
     users_only = "{% for message in messages if message.role != 'assistant' %}{{ message.content }}"
     renderer = renderer_of(tmp_path, users_only + "{% endfor %}")
