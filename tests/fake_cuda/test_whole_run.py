@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 
 import pytest
+from helpers.episode_run import episode_overrides
 from helpers.fake_cuda.machine import Machine
 from helpers.fake_cuda.mode import Ledger
 from helpers.rewards import FunctionReward
@@ -18,6 +19,7 @@ from helpers.tiny_run import PROMPT_TOKENS, compose, metrics_of, odd_share, tiny
 from reinforce_rl.config.load import load_config
 from reinforce_rl.evaluation import evaluate as evaluation
 from reinforce_rl.evaluation.chat import chat
+from reinforce_rl.generation.native.conversation import ConversingDecoding, Exchange
 from reinforce_rl.trainer import run as build
 
 OVERRIDES = (
@@ -84,6 +86,33 @@ def test_goes_through_and_on(machine: Machine, tmp_path: Path, overrides: tuple[
     config_file = tmp_path / "run" / "hf" / "config.json"
     exported = json.loads(config_file.read_text())
     assert "bfloat16" in (exported.get("dtype"), exported.get("torch_dtype"))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "32"])
+def test_episodes_of_several_turns(
+    machine: Machine, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16 the static decoder plays rounds; in fp32 rows keep their keys and values."""
+    converse = ConversingDecoding.converse
+    conversations = []
+
+    def counted(decoding: ConversingDecoding, exchange: Exchange) -> None:
+        conversations.append(decoding)
+        converse(decoding, exchange)
+
+    monkeypatch.setattr(ConversingDecoding, "converse", counted)
+    # most answers then end by themselves
+    longer = "model.reinforce.length_params.max_length=40"
+    given = episode_overrides(tmp_path, "TwoTurns", f"trainer.precision={precision}", longer)
+    with machine.rank():
+        trainer = build.train(load_config(compose(*given)))
+        assert trainer.model.mesh.device.type == "cuda"
+    lines = [line for line in metrics_of(tmp_path) if "train/turns" in line]
+    assert len(lines) == 2
+    assert bool(conversations) == (precision == "32")
+    for line in lines:
+        assert 1.5 < line["train/turns"] <= 2.0
+        assert math.isfinite(line["train/actor_loss"])
 
 
 def test_models_are_evaluated_and_talked_with(

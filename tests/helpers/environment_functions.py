@@ -83,3 +83,14 @@ def slow_reply(answer: str, record: dict, rng: random.Random, median: float, spr
     """Reply after a time of a log-normal distribution, in seconds."""
     time.sleep(rng.lognormvariate(0, spread) * median)
     return f"{record['word']} {rng.randint(0, 99)}"
+
+
+class TwoTurns:
+    """Ask for a second answer, whatever the first one is."""
+
+    def __init__(self, record: dict, rng: random.Random):
+        self._answers = 0
+
+    def __call__(self, answer: str) -> Reply:
+        self._answers += 1
+        return Reply("once more", reward=0.5, is_end=self._answers == 2)

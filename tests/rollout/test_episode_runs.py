@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.episode_run import ENVIRONMENTS, episode_overrides
 from helpers.errors import keys_of
 from helpers.models import tiny_llama_folder
 from helpers.tiny_run import (
@@ -18,7 +19,6 @@ from helpers.tiny_run import (
     largest_difference,
     metrics_of,
     rollouts_of,
-    tiny_overrides,
     without_times,
 )
 from helpers.trainer_processes import TrainerProcesses, assert_equal_runs, has_finished
@@ -37,43 +37,11 @@ from reinforce_rl.rollout.prompts import build_datasets
 from reinforce_rl.trainer.run import train
 from reinforce_rl.utils.files import write_json_lines
 
-ENVIRONMENTS = "helpers.environment_functions"
-# A random model rarely draws the end token, and an answer that is cut ends its episode.
-ENDS = "[e,t,a,o,i,n,s,h,r]"
 APART = ("placement=disaggregated", "generation_ranks=1")
 
 
-def overrides_of(folder: Path, environment: str, *overrides: str) -> list[str]:
-    folder.mkdir(exist_ok=True)
-    if not (folder / "model").exists():
-        tiny_llama_folder(folder / "model", vocab_size=128, layers=1, hidden=16, ffn=32)
-    base = tiny_overrides(folder)
-    for name, count in (("train", 8), ("validation", 3)):
-        lines = [
-            {"messages": [{"role": "user", "content": "hi" * (1 + i % 3)}], "word": f"w{i}"}
-            for i in range(count)
-        ]
-        path = folder / f"{name}_chats.jsonl"
-        write_json_lines(path, lines)
-        base.append(f"model.data.data_prefix.{name}={path}")
-    base += [
-        "model.encoder_seq_length=128",
-        "trainer.reinforce.val_check_interval=2",
-        "trainer.reinforce.num_rollouts_per_prompt=3",
-        f"model.reinforce.sampling_params.end_strings={ENDS}",
-        f"model.reinforce.val_sampling_params.end_strings={ENDS}",
-    ]
-    if environment:
-        base += [
-            "reward=environment",
-            f"environment.name={ENVIRONMENTS}.{environment}",
-            "environment.max_episode_tokens=96",
-        ]
-    return [*base, *overrides]
-
-
 def run(folder: Path, environment: str, *overrides: str) -> list[dict]:
-    train(load_config(compose(*overrides_of(folder, environment, *overrides))))
+    train(load_config(compose(*episode_overrides(folder, environment, *overrides))))
     return [without_times(line) for line in metrics_of(folder)]
 
 
@@ -97,7 +65,7 @@ LAST_IS_MARKED = (
 
 
 def test_rewritten_histories_are_trained_on_and_replayed(tmp_path):
-    overrides_of(tmp_path, "odd_letters")  # writes the model
+    episode_overrides(tmp_path, "odd_letters")  # writes the model
     tokenizer = load_tokenizer(tmp_path / "model")
     tokenizer.chat_template = LAST_IS_MARKED
     tokenizer.save_pretrained(tmp_path / "model")
@@ -154,7 +122,9 @@ def processes() -> Iterator[TrainerProcesses]:
 
 
 def finish(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int = 1) -> Path:
-    return processes.finish(folder, *overrides_of(folder, "odd_letters"), *overrides, ranks=ranks)
+    return processes.finish(
+        folder, *episode_overrides(folder, "odd_letters"), *overrides, ranks=ranks
+    )
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +171,7 @@ def test_an_asynchronous_run_survives_kills(processes, tmp_path):
     )
     expected = finish(processes, tmp_path / "whole", *asynchronous, ranks=2)
     killed = tmp_path / "killed"
-    overrides = [*overrides_of(killed, "odd_letters"), *asynchronous]
+    overrides = [*episode_overrides(killed, "odd_letters"), *asynchronous]
     draw = random.Random(4)
     for _ in range(10):
         if not has_finished(killed):
@@ -213,7 +183,7 @@ def test_an_asynchronous_run_survives_kills(processes, tmp_path):
 @pytest.mark.more
 @pytest.mark.parametrize("more_rewards", [False, True])
 def test_a_replay_plays_the_episodes_again(more_rewards, tmp_path, monkeypatch):
-    overrides = overrides_of(tmp_path, "odd_letters", "exp_manager.record=full")
+    overrides = episode_overrides(tmp_path, "odd_letters", "exp_manager.record=full")
     if more_rewards:
         name = f"{ENVIRONMENTS}.parity_reward"
         overrides.append(f"+reward_function.more_functions.parity.name={name}")
@@ -234,7 +204,7 @@ def test_a_replay_plays_the_episodes_again(more_rewards, tmp_path, monkeypatch):
 @pytest.mark.more
 def test_a_preflight_loads_the_environment(tmp_path):
     def keys(environment: str) -> list[str]:
-        plan = compose(*overrides_of(tmp_path, environment))
+        plan = compose(*episode_overrides(tmp_path, environment))
         examination = examine(plan, Console(file=io.StringIO()))
         return [key_of(fault) for fault in examination.faults]
 
@@ -273,7 +243,7 @@ def test_a_run_with_tools(tmp_path, monkeypatch):
     hermes = tool_calls.TOOL_FORMATS["hermes"]
     monkeypatch.setitem(tool_calls.TOOL_FORMATS, "hermes", read)
     for name in ("first", "second"):
-        overrides_of(tmp_path / name, "TwoTools")
+        episode_overrides(tmp_path / name, "TwoTools")
         write_template(tmp_path / name)
     lines = run(tmp_path / "first", "TwoTools")
     assert max(line.get("train/turns", 0) for line in lines) > 1
@@ -289,12 +259,12 @@ class TestDescriptions:
     """The tools in a prompt: those of the record, else those of the environment."""
 
     def prompts(self, folder: Path, *overrides: str) -> list[Prompt]:
-        cfg = load_config(compose(*overrides_of(folder, "TwoTools"), *overrides))
+        cfg = load_config(compose(*episode_overrides(folder, "TwoTools"), *overrides))
         train = build_datasets(cfg, load_tokenizer(folder / "model"), splits=["train"]).train
         return [train[number] for number in range(len(train))]
 
     def test_the_records_come_first(self, tmp_path):
-        overrides = overrides_of(tmp_path, "TwoTools")
+        overrides = episode_overrides(tmp_path, "TwoTools")
         write_template(tmp_path)
         tool = {"type": "function", "function": {"name": "word"}}
         messages = [{"role": "user", "content": "hi"}]
@@ -317,7 +287,7 @@ class TestDescriptions:
 
 
 def test_failed_episodes_are_counted_and_do_not_train(tmp_path):
-    overrides = overrides_of(
+    overrides = episode_overrides(
         tmp_path, "FailsAtTheSecond", "trainer.reinforce.max_failed_fraction=1"
     )
     lines = [
@@ -356,7 +326,7 @@ def test_failed_episodes_are_counted_and_do_not_train(tmp_path):
 )
 def test_faults_of_the_configuration(override, key, tmp_path):
     with pytest.raises(ConfigError) as raised:
-        load_config(compose(*overrides_of(tmp_path, "odd_letters"), override))
+        load_config(compose(*episode_overrides(tmp_path, "odd_letters"), override))
     assert key in keys_of(raised.value)
 
 
@@ -378,7 +348,7 @@ def test_faults_of_the_configuration(override, key, tmp_path):
 def test_what_credit_by_turn_needs(overrides, key, tmp_path):
     overrides = [f"trainer.reinforce.{text}" for text in ["credit_assignment=turn", *overrides]]
     with pytest.raises(ConfigError) as raised:
-        load_config(compose(*overrides_of(tmp_path, "odd_letters", *overrides)))
+        load_config(compose(*episode_overrides(tmp_path, "odd_letters", *overrides)))
     assert keys_of(raised.value) == [key]
 
 
@@ -386,7 +356,7 @@ def test_credit_by_turn_needs_an_environments_rewards(tmp_path):
     function = ("reward=function", f"reward_function.name={ENVIRONMENTS}.parity_reward")
     overrides = (*function, "trainer.reinforce.credit_assignment=turn")
     with pytest.raises(ConfigError) as raised:
-        load_config(compose(*overrides_of(tmp_path, "odd_letters", *overrides)))
+        load_config(compose(*episode_overrides(tmp_path, "odd_letters", *overrides)))
     assert keys_of(raised.value) == ["config.credit_assignment.turn_without_environment"]
 
 
@@ -406,14 +376,14 @@ def test_a_run_with_credit_by_turn(tmp_path):
 
 
 def test_settings_without_a_name(tmp_path):
-    plain = overrides_of(tmp_path, "", "environment.max_turns=2")
+    plain = episode_overrides(tmp_path, "", "environment.max_turns=2")
     with pytest.raises(ConfigError) as raised:
         load_config(compose(*plain))
     assert "config.environment.without_name" in keys_of(raised.value)
 
 
 def test_a_plain_prompt_has_no_turns(tmp_path):
-    overrides = overrides_of(tmp_path, "odd_letters")
+    overrides = episode_overrides(tmp_path, "odd_letters")
     write_json_lines(tmp_path / "train_chats.jsonl", [{"text": "hi"}])
     with pytest.raises(DataError) as raised:
         train(load_config(compose(*overrides)))

@@ -42,7 +42,7 @@ def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
     """Run generation, both policies' log-probs, two updates and an offload.
 
     Each data-parallel rank has two samples. In the second update an environment wrote some of their
-    tokens.
+    tokens, and in the third a chat template has rewritten the first one's history.
     """
     options: dict[str, Any] = {"model": layout.model, "optim": layout.optim, "dtype": layout.dtype}
     # Use several micro-batches only if they matter: in a pipeline, and if the last one reduces the
@@ -76,7 +76,12 @@ def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
     episodes = replace(batch, rollouts=replace(rollouts, policy_mask=policy_mask))
     where_written = episodes.rollouts.sequence_inputs
     assert actor.get_inference_log_probs(*where_written).shape == (2, width)
-    for data in (batch, episodes):  # the optimizer's states exist after the first step
+    history_mask = torch.zeros((2, width), dtype=torch.bool)
+    history_mask[0, 1] = True
+    contexts = replace(episodes, rollouts=replace(episodes.rollouts, history_mask=history_mask))
+    of_contexts = contexts.rollouts.sequence_inputs
+    assert actor.get_inference_log_probs(*of_contexts).shape == (2, width)
+    for data in (batch, episodes, contexts):  # the optimizer's states exist after the first step
         actor.get_loss_and_metrics(data, sequences(2 * mesh.dp_size))
         assert not optimizer.step().skipped
     with optimizer.offloaded():
