@@ -1,4 +1,4 @@
-"""Print the share of time in which the engine waits for environments: episodes in rounds, and not.
+"""Print the share of time that the engine waits for environments, in rounds and continuously.
 
 python benchmarks/episodes.py                                     (two minutes; a tiny model)
 python benchmarks/episodes.py --spread 0.5 --mean 2               (other delays)
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import sys
@@ -160,7 +161,7 @@ def main() -> None:
             NativeGenerator(lm, renderer.tokenizer).generate(prompts[:UNDER_WAY], 1, params, 0)
             seconds = time.monotonic() - begun
             mean = args.mean * seconds
-            median = mean / 2.718281828 ** (args.spread**2 / 2)
+            median = mean / math.exp(args.spread**2 / 2)
             delays = {"median": median, "spread": args.spread}
             table = Table("episodes", "seconds", "engine idle", "answers a second")
             rows = []

@@ -266,6 +266,13 @@ def token_credit(
     return (returns_to_go(rewards, mask, discount) - baseline[:, None]).where(mask, 0.0)
 
 
+def turn_starts(mask: Tensor) -> Tensor:
+    """Return the first token of each run of the policy's tokens: bool [N, T] to bool [N, T]."""
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    return starts
+
+
 def turn_credit(groups: RewardGroups, turn_rewards: Tensor, mask: Tensor) -> Tensor:
     """Compute each turn's return less the others' mean return from the same turn: [N, T].
 
@@ -279,8 +286,7 @@ def turn_credit(groups: RewardGroups, turn_rewards: Tensor, mask: Tensor) -> Ten
             reward.
         mask: bool [N, T], the policy's tokens; each run of them is a turn.
     """
-    starts = mask.clone()
-    starts[:, 1:] &= ~mask[:, :-1]
+    starts = turn_starts(mask)
     turn_of = starts.cumsum(-1) - 1
     credit = turn_rewards.new_zeros(turn_rewards.shape)
     for turn in range(int(starts.sum(-1).max()) if len(mask) else 0):

@@ -25,16 +25,16 @@ class EnvironmentConfig(Section):
     )
     max_episode_tokens: Count = key(
         1024,
-        "an episode's tokens behind the prompt, the environment's included; a longer one is cut, "
+        "an episode's tokens after the prompt, the environment's included; a longer one is cut, "
         "see truncated_samples",
         "tokens",
     )
     continuous: bool | None = key(
         None,
-        "an episode goes on as soon as the environment has replied; false: all wait for the "
-        "slowest; null: true unless generation is native",
-        details=". The native engine's log-probs then differ by rounding with the times of the "
-        "replies, and so do two equal runs",
+        "continue an episode as soon as its reply arrives; false: all wait for the slowest; null: "
+        "true unless generation is native",
+        details=". With true, the native engine's log-probs depend on the times of the replies by "
+        "rounding, so two equal runs may differ",
     )
     num_workers: Count = key(
         2,

@@ -42,10 +42,6 @@ class NextTurn:
     # the template writes it now is these tokens, then `tokens`.
     history: list[int]
 
-    @property
-    def continues(self) -> bool:
-        return not self.history
-
 
 def next_turn(
     renderer: ChatRenderer,
@@ -117,9 +113,9 @@ def _next_turn(
     if has_same_history and keeps_thought:
         return NextTurn(following, tokens, [])
     jsonl.check_text(renderer.prompt_text(following), "the conversation")
-    prompt = renderer.prompt(following)
-    size = _common_end(prompt, tokens)
-    return NextTurn(following, prompt[len(prompt) - size :], prompt[: len(prompt) - size])
+    context = renderer.prompt(following)
+    start = len(context) - _common_end(context, tokens)
+    return NextTurn(following, context[start:], context[:start])
 
 
 def _common_end(prompt: Sequence[int], tokens: Sequence[int]) -> int:
@@ -158,7 +154,7 @@ def _end_of_calls(
     positions = [position for position in positions if position >= 0]
     if not positions:
         raise DataError(
-            "the chat template writes no end of turn behind an answer's tool calls; expected "
+            "the chat template writes no end of turn after an answer's tool calls; expected "
             f"{' or '.join(repr(end) for end in ends)}. Use a model whose template ends the "
             "assistant's turns",
             key="chat_template.tool_calls.no_end",

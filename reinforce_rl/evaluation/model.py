@@ -27,7 +27,7 @@ from reinforce_rl.megatron.hf_weights import STEP
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.policy.build import build_actor, check_vocabulary
 from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
-from reinforce_rl.rewards.function_pool import with_functions
+from reinforce_rl.rewards.function_pool import with_user_code
 from reinforce_rl.runtime.settings import CONFIG_FILE
 from reinforce_rl.runtime.stored_config import parse_values, read_stored
 from reinforce_rl.runtime.trust import (
@@ -161,7 +161,7 @@ def inference_config(
     # The user has not set these keys.
     ignored = DATA if prompts is None else f"{DATA}.train"
     faults = [fault for fault in faults if not fault.startswith(ignored)]
-    return with_functions(config, faults)
+    return with_user_code(config, faults)
 
 
 def load_actor(cfg: TrainConfig, mesh: Mesh) -> MegatronGPTReinforceActorModel:

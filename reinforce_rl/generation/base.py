@@ -39,7 +39,8 @@ class PartialResponse:
     log_probs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()  # versions of those weights
     finish_reason: str | None = None  # None: unfinished
-    # most tokens, where it has less room than `SamplingParams.max_length`
+    # Most tokens of this response and all later turns of its row; None: of this one, as
+    # `SamplingParams.max_length` says.
     limit: int | None = None
 
     def max_length(self, params: SamplingParams) -> int:
@@ -133,12 +134,12 @@ class Partner(Protocol):
 
 @runtime_checkable
 class ConversingGenerator(Generator, Protocol):
-    """A `Generator` that goes on with a row as soon as its partner has replied."""
+    """A `Generator` that continues a row as soon as its partner's reply arrives."""
 
     def converse(
         self, responses: Sequence[PartialResponse], params: SamplingParams, partner: Partner
     ) -> None:
-        """Draw an answer of each row and of all its further turns, until all rows have ended.
+        """Generate an answer for every turn of every row, until all rows have ended.
 
         Responses are empty; the `limit` of the first is the room of all turns of its row. Answers
         are those of `resume`.

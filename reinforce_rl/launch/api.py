@@ -71,7 +71,7 @@ def train(
         )
     # Idle OpenMP threads that spin can slow a busy CPU tenfold.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    from reinforce_rl.rewards.function_pool import with_functions
+    from reinforce_rl.rewards.function_pool import with_user_code
     from reinforce_rl.rewards.source_class import is_source_class
 
     folder = Path(output)
@@ -106,7 +106,7 @@ def train(
             refuse_second_run(folder)
         for path, text in files.items():
             write_atomically(path, text)
-        run.train(with_functions(config, []))
+        run.train(with_user_code(config, []))
     exported = folder / "hf"
     return Run(
         folder, read_metrics(folder / "metrics.jsonl"), exported if exported.is_dir() else None

@@ -255,12 +255,12 @@ def launch(
     from reinforce_rl.config.compose import compose
     from reinforce_rl.config.load import read_config
     from reinforce_rl.launch import local
-    from reinforce_rl.rewards.function_pool import with_functions
+    from reinforce_rl.rewards.function_pool import with_user_code
 
     server_args, actor_args = ctx.obj
     if actor_script is None and not any(arg.startswith("-") for arg in actor_args):
         # Before minutes of loading the server.
-        with_functions(*read_config(compose("train_reinforce_actor", actor_args)))
+        with_user_code(*read_config(compose("train_reinforce_actor", actor_args)))
     plan = local.make_plan(
         *(run_dir, server_args, actor_args),
         server=[str(server_script)] if server_script else local.SERVE,

@@ -124,9 +124,9 @@ def train(cfg: DictConfig) -> None:
 
         preflight(cfg)
         return
-    from reinforce_rl.rewards.function_pool import with_functions
+    from reinforce_rl.rewards.function_pool import with_user_code
 
-    config = with_functions(*read_config(cfg))
+    config = with_user_code(*read_config(cfg))
     freeze_template_date(config)
     if not may_start(config):
         return
@@ -140,11 +140,11 @@ def train(cfg: DictConfig) -> None:
 @with_config("train_reinforce_actor")
 def generate(cfg: DictConfig) -> None:
     find_copied_functions(cfg)
-    from reinforce_rl.rewards.function_pool import with_functions
+    from reinforce_rl.rewards.function_pool import with_user_code
 
     # These are the generator's ranks, and the rules would compare them with the trainers'.
     ranks = os.environ.pop(RANKS_VARIABLE, None)
-    config = with_functions(*read_config(cfg))
+    config = with_user_code(*read_config(cfg))
     size = config.generation_tensor_parallel_size
     if not config.uses_external_generators:
         raise ReinforceError(

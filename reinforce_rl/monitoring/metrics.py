@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from reinforce_rl.algorithm.advantages import turn_starts
 from reinforce_rl.algorithm.kl import KL_ESTIMATORS, sequence_kl
 from reinforce_rl.algorithm.rewards import RunningMoments, has_reward_variance
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
@@ -68,9 +69,7 @@ def turns_of(batch: RolloutBatch) -> Tensor:
 
     An environment writes at least one token between two answers.
     """
-    written = batch.response_mask
-    before = torch.nn.functional.pad(written[:, :-1], (1, 0))
-    return (written & ~before).sum(dim=1)
+    return turn_starts(batch.response_mask).sum(dim=1)
 
 
 def validation_means(batch: RolloutBatch, prompts: Sequence[Prompt]) -> Statistics:

@@ -19,17 +19,7 @@ def micro_batches(lengths: Tensor, size: int, max_tokens: int | None = None) -> 
         max_tokens: bound on rows times the longest row, padding included. A longer sequence gets a
             micro-batch to itself.
     """
-    order = torch.sort(lengths, descending=True, stable=True).indices
-    if max_tokens is None:
-        return list(order.split(size)) if len(order) else []
-    groups: list[list[int]] = []
-    longest = 0
-    for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        if not groups or (len(groups[-1]) + 1) * longest > max_tokens:
-            groups.append([])
-            longest = max(length, 1)
-        groups[-1].append(row)
-    return [torch.tensor(group, dtype=torch.long) for group in groups]
+    return micro_batches_of_episodes(lengths, torch.arange(len(lengths)), size, max_tokens)
 
 
 def micro_batches_of_episodes(
@@ -57,7 +47,7 @@ def micro_batches_of_episodes(
             groups.append([])
             contexts = 0
             # No context of the episodes that follow is longer.
-            cost = 1 if max_tokens is None else int(longest[row])
+            cost = 1 if max_tokens is None else max(int(longest[row]), 1)
         groups[-1].append(row)
         contexts += count
     return [torch.tensor(group, dtype=torch.long) for group in groups]

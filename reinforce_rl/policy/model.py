@@ -376,8 +376,8 @@ class MegatronGPTReinforceActorModel:
         if contexts is None:
             return micro_batches(samples.lengths.clamp(min=self._pad_to), size, most)
         # Every context is a row of a pass, and the contexts of an episode are in the same pass.
-        lengths = contexts.prompt_lengths + contexts.response_lengths
-        return micro_batches_of_episodes(lengths.clamp(min=self._pad_to), contexts.rows, size, most)
+        lengths_of_contexts = contexts.lengths.clamp(min=self._pad_to)
+        return micro_batches_of_episodes(lengths_of_contexts, contexts.rows, size, most)
 
     def _tokens_of(self, samples: _Samples, micro_batch_rows: list[Tensor]) -> tuple[int, int]:
         """Return the number of tokens that the passes read, without and with padding."""
@@ -390,9 +390,8 @@ class MegatronGPTReinforceActorModel:
         contexts = samples.contexts()
         if contexts is None:
             return padding(samples.lengths, micro_batch_rows, self._pad_to)
-        lengths = contexts.prompt_lengths + contexts.response_lengths
         passes = [torch.isin(contexts.rows, rows).nonzero()[:, 0] for rows in micro_batch_rows]
-        return padding(lengths, passes, self._pad_to)
+        return padding(contexts.lengths, passes, self._pad_to)
 
     def _scores(
         self, layout: SequenceLayout, hidden: Tensor, width: int, with_entropy: bool = False

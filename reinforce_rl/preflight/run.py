@@ -73,7 +73,8 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
     of the run is checked.
     """
     config, faults = read_config(cfg, is_plan=True)
-    inputs = read_inputs(config if here else _without_sandbox(config))
+    loaded = config if here else _without_sandbox(config)
+    inputs = read_inputs(loaded)
     memory: list[RankMemory] = []
     if not faults:
         layout = layout_of(config)
@@ -86,7 +87,7 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
     faults += [*inputs.faults, *_weight_faults(config, inputs)]
     faults += function_faults(config, here=here)
     # The data sets have loaded it as well, for its tools.
-    load_faults = environment_faults(config.environment, here=here)
+    load_faults = environment_faults(loaded.environment)
     faults += [fault for fault in load_faults if fault not in faults]
     return Examination(config, inputs, memory, faults)
 

@@ -148,11 +148,11 @@ class Tools:
             return f"There is no tool {name!r}; there are {', '.join(tools)}."
         function: Any = getattr(self, name, tools[name])
         try:
-            fitting = _fitting(function, arguments)
+            validated = _validated(function, arguments)
         except (TypeError, ValidationError) as error:
             return f"The arguments of {name} do not fit: {_reason(error)}"
         try:
-            returned = function(**fitting)
+            returned = function(**validated)
         except ToolError as error:
             return str(error)
         return returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False)
@@ -171,19 +171,19 @@ def _definition(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": dict(tool)}
 
 
-def _fitting(function: Callable[..., object], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments as the types that a function asks for.
+def _validated(function: Callable[..., object], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments, validated and converted to a function's annotated types.
 
     Raises TypeError or ValidationError if they do not fit.
     """
     inspect.signature(function).bind(**arguments)
     types = get_type_hints(function)
-    fitting = {}
+    validated = {}
     for name, value in arguments.items():
         if name in types:
             value = TypeAdapter(types[name]).validate_python(value)
-        fitting[name] = value
-    return fitting
+        validated[name] = value
+    return validated
 
 
 def _reason(error: TypeError | ValidationError) -> str:

@@ -39,14 +39,10 @@ class Turn:
     text: str = ""  # the error's own text, which may quote the episode
 
 
-def environment_faults(config: EnvironmentConfig, *, here: bool = True) -> list[str]:
-    """Load the environment on rank 0 in a process of its own; return why not.
-
-    It is loaded in the sandbox if it runs `here`.
-    """
+def environment_faults(config: EnvironmentConfig) -> list[str]:
+    """Load the environment on rank 0 in a process of its own; return why not."""
     if config.name is None or not is_first_rank():
         return []
-    config = config.model_copy(update={"sandbox": config.sandbox and here})
     try:
         with contextlib.closing(EnvironmentPool(config)) as pool:
             pool.start()

@@ -310,7 +310,7 @@ def named_functions(
     return functions
 
 
-def with_functions(cfg: TrainConfig, faults: Sequence[str]) -> TrainConfig:
+def with_user_code(cfg: TrainConfig, faults: Sequence[str]) -> TrainConfig:
     """Return the configuration; raise ConfigError if it has faults, or if its reward functions or
     its environment cannot be loaded.
     """

@@ -136,8 +136,8 @@ class EpisodeGenerator:
         generator: draws the answers.
         environment: started on model-parallel rank 0, which alone asks it.
         vocab_size: of the model.
-        is_continuous: an episode goes on as soon as the environment has replied. Otherwise all
-            wait for the slowest, so that no number depends on the times of the replies.
+        is_continuous: continue an episode as soon as its reply arrives. Otherwise all wait for the
+            slowest, so that no number depends on the times of the replies.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class EpisodeGenerator:
         *,
         waits: bool,
     ) -> dict[int, PartialResponse | None]:
-        """Add answers to their episodes, and what the environment has replied; see `Partner`."""
+        """Add answers to their episodes, and the environment's replies; see `Partner`."""
         asked = []
         changed = []
         for row, answer in answers.items():
@@ -282,7 +282,7 @@ class EpisodeGenerator:
         """Return the environment's replies that are there; in rounds all, or none before the end.
 
         Args:
-            waits: until there is one, unless other rows go on already (`has_others`).
+            waits: until there is one, unless other rows continue already (`has_others`).
         """
         environment = self._environment
         if not self._is_continuous:

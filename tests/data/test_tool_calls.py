@@ -279,7 +279,7 @@ def test_a_row_with_calls_is_the_rendered_conversation(name, tmp_path):
     several = [ROME] if name in ("llama3", "harmony") else [ROME, NESTED]
     for arguments in ([ROME], several):
         text = template_text(row, *arguments)
-        assert row.play(text).continues
+        assert not row.play(text).history
         # The tokenizer knows single characters, so it has no choice.
         assert row.tokens == renderer.prompt(row.conversation)
     assert "tool_calls" in row.conversation.messages[1]
@@ -301,7 +301,7 @@ def test_the_policys_own_form_of_a_call_stays(name, tmp_path):
         texts["llama3"] = "<|python_tag|>" + texts["llama3"]
     before = list(row.tokens)
     turn = row.play(texts[tool_format])
-    assert turn.continues
+    assert not turn.history
     answered = [*before, *row.renderer.encode(texts[tool_format]), row.stop_id]
     assert row.tokens == [*answered, *turn.tokens]
     rendered = row.renderer.prompt_text(turn.conversation)
@@ -313,7 +313,7 @@ def test_several_calls_that_a_template_does_not_write_are_the_answers_text(tmp_p
     renderer = renderer_of(tmp_path, LLAMA3)
     row = Row(renderer, "llama3", "<|eot_id|>")
     text = f"{LLAMA % ROME}; {LLAMA % ROME}"
-    assert row.play(text).continues
+    assert not row.play(text).history
     assert row.tokens == renderer.prompt(row.conversation)
     assert row.conversation.messages[1] == {"role": "assistant", "content": text}
     assert [message["role"] for message in row.conversation.messages[2:]] == ["tool", "tool"]
@@ -323,7 +323,7 @@ def test_a_template_without_calls_keeps_the_text(tmp_path):
     renderer = renderer_of(tmp_path, SMOLLM2)
     row = Row(renderer, "hermes", "<|im_end|>")
     for _ in range(2):
-        assert row.play(f"<tool_call>[{LLAMA % ROME}]</tool_call>").continues
+        assert not row.play(f"<tool_call>[{LLAMA % ROME}]</tool_call>").history
         assert row.tokens == renderer.prompt(row.conversation)
 
 
@@ -333,7 +333,7 @@ def test_an_unreadable_call_keeps_its_place(tmp_path):
         template, tool_format, end = FAMILIES[name]
         row = Row(renderer_of(tmp_path / name, template), tool_format, end)
         broken = {"mistral": MISTRAL, "harmony": HARMONY_CALL, "hermes": HERMES}[tool_format] % "{"
-        assert row.play(broken).continues
+        assert not row.play(broken).history
         assert "20 C" in decoded(row.renderer, row.tokens)
 
 
@@ -345,16 +345,16 @@ class TestRewrittenHistory:
         for _ in range(2):
             text = template_text(row, ROME, thinking="hm")
             assert text.startswith(thought)
-            assert row.play(text).continues
+            assert not row.play(text).history
             assert row.tokens == renderer.prompt(row.conversation)
         user = {"role": "user", "content": "sure"}
         final = f"{thought}<|channel|>final<|message|>warm"
-        assert not row.play(final, [user]).continues
+        assert row.play(final, [user]).history
 
     def test_tools_that_move_to_the_last_user(self, tmp_path):
         row = Row(renderer_of(tmp_path, MISTRAL_TOOLS), "mistral", "</s>", TOOL)
         row.play(template_text(row, ROME))
-        assert not row.play(" warm", [{"role": "user", "content": "sure"}]).continues
+        assert row.play(" warm", [{"role": "user", "content": "sure"}]).history
 
     def test_a_system_message_that_moves(self, tmp_path):
         row = Row(renderer_of(tmp_path, MISTRAL_TOOLS), "mistral", "</s>")
@@ -367,12 +367,12 @@ class TestRewrittenHistory:
         row = Row(
             renderer_of(tmp_path, "{{- messages | length }}" + QWEN25), "hermes", "<|im_end|>"
         )
-        assert not row.play(HERMES % ROME).continues
+        assert row.play(HERMES % ROME).history
 
     def test_a_thought_that_is_dropped(self, tmp_path):
         row = Row(renderer_of(tmp_path, QWEN3), "hermes", "<|im_end|>")
-        assert row.play(HERMES % ROME).continues
-        assert not row.play(f"<think>\nhm\n</think>\n\n{HERMES % ROME}").continues
+        assert not row.play(HERMES % ROME).history
+        assert row.play(f"<think>\nhm\n</think>\n\n{HERMES % ROME}").history
 
 
 def test_an_answer_that_a_text_ended_gets_its_end_of_turn(tmp_path):
@@ -417,7 +417,7 @@ def test_a_template_that_does_not_end_a_turn_of_calls(tmp_path):
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     row = Row(renderer_of(tmp_path, template), "hermes", "<|im_end|>")
-    assert row.play(HERMES % ROME).continues
+    assert not row.play(HERMES % ROME).history
     assert "tool_calls" not in row.conversation.messages[1]
     assert row.tokens == row.renderer.prompt(row.conversation)
 

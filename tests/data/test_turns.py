@@ -37,7 +37,7 @@ def test_an_episode_is_the_rendered_conversation(name, tmp_path):
     for answer, reply in zip(ANSWERS, REPLIES, strict=False):
         tokens += [*renderer.encode(answer), stop_id]
         turn = next_turn(renderer, conversation, answer, [reply], stop_id=stop_id)
-        assert turn.continues
+        assert not turn.history
         tokens += turn.tokens
         conversation = turn.conversation
         # The tokenizer knows single characters, so it has no choice.
@@ -57,7 +57,7 @@ def test_the_answers_own_text_plays_no_part(tmp_path):
         for text in ("it is 4", "  it is 4 \n")
     )
     assert plain.tokens == spaced.tokens
-    assert spaced.continues
+    assert not spaced.history
 
 
 def test_an_end_that_the_template_does_not_write_is_followed_by_its_own(tmp_path):
@@ -76,14 +76,14 @@ class TestThoughts:
         turn = next_turn(
             renderer, Conversation((QUESTION,)), self.THOUGHT, REPLIES[1:], stop_id=stop_id
         )
-        assert not turn.continues
+        assert turn.history
         assert "hm" not in renderer.prompt_text(turn.conversation)
 
     def test_answers_without_them_continue(self, tmp_path):
         renderer = renderer_of(tmp_path, QWEN3, enable_thinking=False)
         stop_id = stop_of(renderer, "qwen3")
         turn = next_turn(renderer, Conversation((QUESTION,)), "4", REPLIES[1:], stop_id=stop_id)
-        assert turn.continues
+        assert not turn.history
 
     def test_a_template_that_opens_them_alone(self, tmp_path):
         renderer = renderer_of(tmp_path, DEEPSEEK)
@@ -91,7 +91,7 @@ class TestThoughts:
         thought = next_turn(
             renderer, Conversation((QUESTION,)), "hm</think>4", REPLIES[1:], stop_id=stop_id
         )
-        assert not thought.continues
+        assert thought.history
 
 
 def test_a_system_message_that_moves_begins_a_new_row(tmp_path):
@@ -100,7 +100,7 @@ def test_a_system_message_that_moves_begins_a_new_row(tmp_path):
     system = {"role": "system", "content": "be brief"}
     conversation = Conversation((system, QUESTION))
     turn = next_turn(renderer, conversation, "4", REPLIES[1:], stop_id=stop_id)
-    assert not turn.continues
+    assert turn.history
 
 
 def test_half_a_surrogate_pair_is_refused(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from helpers.episode_run import episode_overrides
 from helpers.fake_cuda.machine import Machine
 from helpers.fake_cuda.mode import Ledger
+from helpers.models import tiny_llama_folder
 from helpers.rewards import FunctionReward
 from helpers.tiny_run import PROMPT_TOKENS, compose, metrics_of, odd_share, tiny_overrides
 
@@ -101,6 +102,9 @@ def test_episodes_of_several_turns(
         converse(decoding, exchange)
 
     monkeypatch.setattr(ConversingDecoding, "converse", counted)
+    # heads of a size that flash attention takes
+    sizes = {"vocab_size": 128, "layers": 1, "hidden": 32, "heads": 2, "groups": 1, "ffn": 32}
+    tiny_llama_folder(tmp_path / "model", **sizes)
     # most answers then end by themselves
     longer = "model.reinforce.length_params.max_length=40"
     given = episode_overrides(tmp_path, "TwoTurns", f"trainer.precision={precision}", longer)

@@ -259,6 +259,13 @@ HARMONY = """{%- set ns = namespace(name=none) %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
 
+# A mark after the last message, so that every reply rewrites the one before.
+LAST_IS_MARKED = (
+    "{% for message in messages %}{{ message['role'][0] | upper }}: {{ message['content'] }}"
+    "{% if loop.last %}*{% endif %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+
 TEMPLATES = {
     "llama3": LLAMA3,
     "llama3.2": LLAMA32,

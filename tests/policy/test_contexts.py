@@ -15,6 +15,7 @@ from helpers.batches import (
     flat,
     gradient_of,
     relative_difference,
+    rows_of,
 )
 from helpers.models import tiny_llama_folder
 from helpers.policies import named_gradients, transformers_model
@@ -59,8 +60,7 @@ SHAPES = [
     [(2, 0, 2, 2, 2)],
 ]
 GROUPS = [0, 0, 0, 1, 1, 1]
-# The policy wrote nothing in the last one's last context.
-INVALID = 4
+INVALID = 4  # row of the sample without a score
 
 
 def random_episodes() -> list[list[Context]]:
@@ -172,9 +172,7 @@ def test_log_probs_are_those_of_each_context(shared_prefix, size, folder, mesh, 
         torch.testing.assert_close(of_policy.double(), scores, atol=1e-6, rtol=0)
 
 
-def batch_of(
-    expected: list[Tensor], **keys: Any
-) -> tuple[ReinforceBatch, Denominators, ReinforceConfig]:
+def batch_of(expected: list[Tensor], **keys: Any) -> tuple[ReinforceBatch, Denominators]:
     """Return the batch of the loss for episodes whose reference likes every token less by 0.1."""
     rollouts = rollouts_of(random_episodes())
     log_probs = torch.zeros(rollouts.response_mask.shape)
@@ -183,12 +181,12 @@ def batch_of(
     cfg = ReinforceConfig(initial_policy_kl_penalty=0.2, num_rollouts_per_prompt=3, **keys)
     batch = reinforce_batch(rollouts, cfg, RunningBaselines(cfg), step=1, max_length=MAX_LENGTH)
     rows = torch.arange(len(GROUPS))
-    return batch, denominators_of(batch, rows, MAX_LENGTH, lambda sums: sums), cfg
+    return batch, denominators_of(batch, rows, MAX_LENGTH, lambda sums: sums)
 
 
 def test_an_episode_counts_once(expected):
     """Its KL is that of all its contexts, and its advantage compares whole episodes."""
-    batch, denominators, _ = batch_of(expected)
+    batch, denominators = batch_of(expected)
     lengths = [len(scores) for scores in expected]
     assert batch.kl.tolist() == pytest.approx([0.1 * length for length in lengths], abs=1e-5)
     trained = [row for row in range(len(GROUPS)) if row != INVALID]
@@ -253,7 +251,7 @@ LOSSES = [
 def test_the_gradient_is_that_of_a_loop_over_episodes_and_contexts(
     aggregation, ratio, shared_prefix, folder, mesh, expected
 ):
-    batch, denominators, _ = batch_of(expected, loss_aggregation=aggregation)
+    batch, denominators = batch_of(expected, loss_aggregation=aggregation)
     # log-probs of an earlier policy, so that ratios differ from 1
     shifts = torch.rand(batch.rollouts.response_mask.shape, generator=torch.Generator())
     assert batch.rollouts.log_probs is not None
@@ -294,17 +292,9 @@ def results_on_ranks(folder, tp_size: int, cp_size: int, expected) -> dict[str, 
         actor = actor_of(folder, mesh, with_reference=False)
         # It sets what adds gradients over ranks.
         build_optimizer(actor.ddp, OPTIM, clip_grad=1.0, total_steps=10)
-        batch, _, _ = batch_of(expected)
+        batch, _ = batch_of(expected)
         rows = torch.arange(len(GROUPS)).split(len(GROUPS) // mesh.dp_size)[mesh.dp_rank]
-        rollouts = batch.rollouts.select(rows)
-        mine = ReinforceBatch(
-            rollouts,
-            batch.kl[rows],
-            batch.rewards_with_kl[rows],
-            batch.baseline[rows],
-            batch.advantages[rows, : rollouts.width],
-            batch.trains[rows],
-        )
+        mine = rows_of(batch, rows.tolist())
         denominators = denominators_of(mine, torch.arange(len(rows)), MAX_LENGTH, mesh.sum_over_dp)
         share = actor.get_loss_and_metrics(mine, denominators)
         loss = mesh.sum_over_dp(torch.tensor(share.loss, dtype=torch.float64))
@@ -314,7 +304,7 @@ def results_on_ranks(folder, tp_size: int, cp_size: int, expected) -> dict[str, 
 @pytest.mark.more
 @pytest.mark.parametrize(("tp_size", "cp_size"), [(1, 1), (2, 1), (1, 2)], ids=["DP", "TP", "CP"])
 def test_the_gradient_does_not_depend_on_the_layout(tp_size, cp_size, folder, mesh, expected):
-    batch, denominators, _ = batch_of(expected)
+    batch, denominators = batch_of(expected)
     actor = actor_of(folder, mesh, with_reference=False)
     loss = actor.get_loss_and_metrics(batch, denominators).loss
     gradient = gradient_of(actor)

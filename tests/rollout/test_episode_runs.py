@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.chat_templates import LAST_IS_MARKED
 from helpers.episode_run import ENVIRONMENTS, episode_overrides
 from helpers.errors import keys_of
 from helpers.models import tiny_llama_folder
@@ -54,14 +55,6 @@ def test_an_environment_that_ends_at_once_is_a_reward_function(tmp_path):
         turns = {key: line.pop(key) for key in list(line) if key.endswith("/turns")}
         assert set(turns.values()) == {1.0}
         assert line == expected
-
-
-# A mark behind the last message, so that every reply rewrites the one before.
-LAST_IS_MARKED = (
-    "{% for message in messages %}{{ message['role'][0] | upper }}: {{ message['content'] }}"
-    "{% if loop.last %}*{% endif %}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}A:{% endif %}"
-)
 
 
 def test_rewritten_histories_are_trained_on_and_replayed(tmp_path):

@@ -15,6 +15,7 @@ import torch
 from helpers.chat_templates import (
     CONTROL_TOKENS,
     HARMONY,
+    LAST_IS_MARKED,
     LLAMA3,
     MISTRAL_TOOLS,
     QWEN3,
@@ -125,7 +126,6 @@ def test_a_row_is_the_rendered_conversation(renderer, mesh):
     for row in completions.turn_rewards.tolist():
         # at the end token of the first answer
         assert row == [0.0, 0.0, 0.5] + [0.0] * (len(row) - 3)
-    assert completions.environment_faults == (None, None)
     for row, prompt in enumerate(prompts):
         whole = [*prompt.tokens, *row_of(completions, row)]
         text = renderer.tokenizer.decode(whole)
@@ -495,11 +495,7 @@ def test_a_row_is_what_the_engine_saw(template, end, roles, kwargs, count, tmp_p
 
 # A mark behind the last message, or before all: a reply rewrites the answer before, or the prompt.
 REWRITING = {
-    "answers": (
-        "{% for message in messages %}{{ message['role'][0] | upper }}: {{ message['content'] }}"
-        "{% if loop.last %}*{% endif %}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}A:{% endif %}"
-    ),
+    "answers": LAST_IS_MARKED,
     "prompt": (
         "{{ messages | length }}{% for message in messages %}{{ message['role'][0] | upper }}: "
         "{{ message['content'] }}{{ eos_token }}{% endfor %}"

@@ -195,9 +195,7 @@ class EngineGenerator:
     ) -> None:
         """Replace unfinished responses in the list as answers arrive."""
 
-        def cut(whole: Answer) -> Answer:
-            return self._cut_at_end_string(whole, params.end_strings)
-
+        cut = partial(self._cut_at_end_string, end_strings=params.end_strings)
         underway = set[int]()
         lost_once = set[int]()
         versions = dict[int, int]()
@@ -247,9 +245,7 @@ class EngineGenerator:
             waiting: rows whose answers the partner has.
         """
 
-        def cut(whole: Answer) -> Answer:
-            return self._cut_at_end_string(whole, params.end_strings)
-
+        cut = partial(self._cut_at_end_string, end_strings=params.end_strings)
         underway = set[int]()
         lost_once = set[int]()
         while turns or waiting:

@@ -57,9 +57,8 @@ class Exchange:
 class ConversingDecoding(PlainDecoding):
     """Decode rows of several turns.
 
-    A row that the partner has answered reads the new tokens in one pass, beside its own keys and
-    values, and goes on at once. Until then it costs no computation, and keeps its lane of the
-    cache.
+    When the partner has replied, the row's new tokens are read in one pass on top of its cached
+    keys and values. A waiting row costs no computation and keeps its lane of the cache.
     """
 
     parks = True
@@ -75,16 +74,13 @@ class ConversingDecoding(PlainDecoding):
             if not can_draw or steps % exchange.steps == 0:
                 answers = self._answers
                 self._answers = {}
-                turns = self._going_on(exchange(answers, waits=not can_draw))
-            tokens = self._draw() if self._schedule.running else self._samples[:0]
+                turns = self._release_ended(exchange(answers, waits=not can_draw))
+            tokens = self._draw() if can_draw else self._samples[:0]
             if turns:
                 self._advance_and_read(tokens, turns)
             else:
                 self._advance(tokens)
             steps += can_draw
-
-    def _most_tokens(self, begun: Sequence[PartialResponse]) -> int:
-        return max(response.room(self._params) for response in begun)
 
     def _draw(self) -> Tensor:
         earlier = set(self._schedule.parked)
@@ -97,21 +93,20 @@ class ConversingDecoding(PlainDecoding):
     def _prompt_length(self, sequence: Running) -> int:
         return 0 if sequence.sample in self._alone else super()._prompt_length(sequence)
 
-    def _going_on(self, turns: Mapping[int, PartialResponse | None]) -> dict[int, PartialResponse]:
-        """End the rows without a turn; return the others."""
-        going_on = {}
+    def _release_ended(
+        self, turns: Mapping[int, PartialResponse | None]
+    ) -> dict[int, PartialResponse]:
+        """Release the rows without a turn; return the turns of the others."""
         for sample, turn in turns.items():
             if turn is None:
                 self._schedule.leave(sample)
-            else:
-                going_on[sample] = turn
-        return going_on
+        return {sample: turn for sample, turn in turns.items() if turn is not None}
 
     def _advance_and_read(self, tokens: Tensor, turns: Mapping[int, PartialResponse]) -> None:
         """Feed the drawn tokens int64 [R], and what rows with a turn have not read, in one pass.
 
-        That is the last token of their answer, which drew no other, and what the partner wrote; or
-        all from where it has rewritten the row.
+        A row's unread tokens are the last one of its answer, whose keys were not computed, and what
+        the partner wrote; in a rewritten row, all from the first that differs.
         """
         rows = []
         unread: list[int] = []

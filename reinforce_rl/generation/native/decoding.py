@@ -291,7 +291,10 @@ class Decoding:
             response.max_length(params) - count
             for response, count in zip(begun, before, strict=True)
         ]
-        most = self._most_tokens(begun)
+        most = max(limits)
+        if self.parks:
+            # Later turns are stored after the first answer.
+            most = max(response.room(params) for response in begun)
         self._schedule = Schedule(lengths, samples, most, max_tokens, limits, parks=self.parks)
         self._sizes = self._schedule.slots, max(lengths), self._schedule.rows, most
         self._limits = torch.tensor(limits, device=self._device)
@@ -312,10 +315,6 @@ class Decoding:
         self._most_rows = self._schedule.rows
         self._most_samples = max(samples)
         self._work: Workspace | None = None
-
-    def _most_tokens(self, begun: Sequence[PartialResponse]) -> int:
-        """Return the most tokens that a row may have behind what it begins with."""
-        return max(response.max_length(self._params) - len(response.tokens) for response in begun)
 
     def _is_stopped(self) -> bool:
         """Apply `updates` before the next token; return True if the call ends."""

@@ -238,6 +238,11 @@ class Contexts:
     rows: Tensor  # int64 [M], the episode
     columns: Tensor  # int64 [M], where the response begins in the episode's
 
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [M]: prompt and response."""
+        return self.prompt_lengths + self.response_lengths
+
 
 def split_contexts(
     sequences: Tensor,
