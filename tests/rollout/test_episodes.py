@@ -146,6 +146,19 @@ def test_a_row_is_the_rendered_conversation(renderer, mesh):
     assert len(set(generator.keys)) == 4
 
 
+def test_the_token_that_ends_an_answer_is_no_part_of_its_text(renderer, mesh):
+    """Also where the tokenizer does not take it for a special one."""
+    (end,) = renderer.encode("z")
+    generator = Scripted(renderer, lambda prompt, turn: "ab" if turn == 1 else "abc", end)
+    params = replace(PARAMS, stop_token_ids=(end,))
+    prompts = [chat_prompt(renderer, 0)]
+    with episodes_of(generator, renderer, mesh, "odd_letters") as episodes:
+        completions = episodes.generate(prompts, 1, params, seed=1)
+    assert turns_of(unscored_batch(prompts, completions, pad_id=0)).tolist() == [2]
+    assert completions.environment_rewards is not None
+    assert completions.environment_rewards.tolist() == [0.5 + 0.0]  # of 2 letters, and of 3
+
+
 def test_the_environment_draws_by_prompt_and_sample(renderer, mesh):
     prompts = [chat_prompt(renderer, number) for number in range(4)]
 
