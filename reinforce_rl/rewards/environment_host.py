@@ -58,7 +58,7 @@ from reinforce_rl.utils.user_class import OR_A_CLASS, import_user_class
 
 REPLY_BYTES = 1 << 18  # maximum of a reply, as JSON
 _CHUNK = 1 << 16
-_TOOLS_FILE = inspect.getfile(Tools)
+_CALLERS = (inspect.getfile(Tools), __file__)  # of the user's code
 
 # Called with (record, rng); returns what is called with each answer.
 Start = Callable[[dict[str, Any], random.Random], Callable[[str], object]]
@@ -316,7 +316,7 @@ class _Player:
             else:
                 returned = self._episode(answer)
         except BaseException as error:  # KeyboardInterrupt and SystemExit too
-            fault = f"{type(error).__name__}{place_of(error, _TOOLS_FILE)}"
+            fault = f"{type(error).__name__}{place_of(error, _CALLERS)}"
             return {"fault": fault, "text": str(error)[:MESSAGE_LETTERS]}
         try:
             reply = {**normalized(returned), "fault": "", "text": ""}

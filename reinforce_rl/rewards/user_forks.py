@@ -14,7 +14,7 @@ import resource
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from pathlib import Path
 from select import POLLIN, POLLOUT, POLLRDHUP, poll
 from typing import Any
@@ -90,13 +90,13 @@ def share_no_flags() -> None:
         os.dup2(output, 2)
 
 
-def place_of(error: BaseException, called_by: str = "") -> str:
+def place_of(error: BaseException, called_by: Collection[str] = ()) -> str:
     """Return the last line of the code's own file in the error's traceback, if any.
 
-    `called_by` is a file of this package between the caller and that code.
+    `called_by` are files of this package between the caller and that code.
     """
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    frames = [frame for frame in frames if frame.filename != called_by]
+    frames = [frame for frame in frames if frame.filename not in called_by]
     frames_there = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" at {frames_there[-1].filename}:{frames_there[-1].lineno}" if frames_there else ""
 

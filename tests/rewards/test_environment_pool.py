@@ -221,7 +221,7 @@ def test_starts_are_keyed_by_the_prompt_and_later_draws_by_the_sample():
 @pytest.mark.parametrize(
     ("answer", "fault"),
     [
-        ("raise", "ValueError at "),
+        ("raise", f"ValueError at {__file__}:"),
         ("exit", "its process ended with exit code 3"),
         ("large", "returned more than 256 KiB"),
         ("number", "returned a int; expected a text"),
